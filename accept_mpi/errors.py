@@ -1,9 +1,7 @@
 """Exceptions for the ways a run can end that are not bugs of this package. Each has a message and the job's exit code."""
 
-import contextlib
 import re
 import signal
-from pathlib import Path
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, the same as a shell's."""
@@ -33,13 +31,6 @@ def shown(text: str) -> str:
 def counted(count: int, what: str) -> str:
     """A number of things as text: "1 stage", "3 stages"."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
-def near(path: Path) -> Path:
-    """A path as one writes it here: without the current directory, if it lies in that."""
-    with contextlib.suppress(OSError, ValueError):  # the current directory is gone, or the path lies elsewhere
-        return path.relative_to(Path.cwd())
-    return path
 
 
 class _Sentence(Exception):

@@ -1,20 +1,18 @@
 """``accept_mpi train``: trains as one rank of a job."""
 
 import argparse
-from pathlib import Path
 
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.launch.stop_signals import end_undisturbed, tell_before_end
 from accept_mpi.training.run import train
-from accept_mpi.training.start import Options, absolute
+from accept_mpi.training.start import Options
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run as one rank of the job; ends the process."""
     runtime = Runtime.start()
     tell_before_end(runtime.end_by_signal)
-    resume = arguments.resume and Path(absolute(arguments.resume))
-    options = Options(arguments.job, tuple(arguments.set), resume, arguments.quiet, arguments.run)
+    options = Options(arguments.job, tuple(arguments.set), arguments.resume, arguments.quiet, arguments.run)
     try:
         train(runtime, options)
     except BaseException as error:

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from accept_mpi.errors import UserError, near
+from accept_mpi.errors import UserError
+from accept_mpi.files.start_directory import near
 
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xxhash import xxh3_64_intdigest
 
 from accept_mpi.errors import UserError
+from accept_mpi.files.start_directory import from_start
 from accept_mpi.job import Job, Lora
 from accept_mpi.models.classes import put_before
 from accept_mpi.models.memory import overlap
@@ -36,7 +37,7 @@ class Changes:
         self._freeze, self._unfreeze, self._lora, self._seed = train.freeze, train.unfreeze, train.lora, train.seed
         self._thawed = WeakIdKeyDictionary()
         """Parameters that are trained for one of their names; others may be in layers that are built later."""
-        self.file = WeightsFile(job.model.weights, job.model.strict) if job.model.weights else None
+        self.file = WeightsFile(from_start(job.model.weights), job.model.strict) if job.model.weights else None
         self._loads_itself: dict[str, None] = {}
         """Names of modules with code of their own for ``load_state_dict``, which is not called."""
 

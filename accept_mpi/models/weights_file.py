@@ -27,9 +27,9 @@ class WeightsFile:
     """Tensors by the names of the whole model: a .safetensors file, a file of ``torch.save`` (.pt, .pth, .bin), or several
     of them with an index, as transformers writes (the index, or the folder it is in)."""
 
-    def __init__(self, path: str, strict: bool) -> None:
+    def __init__(self, path: Path, strict: bool) -> None:
         """Raises UserError if the file cannot be read."""
-        self.path, self._strict = Path(path), strict
+        self.path, self._strict = path, strict
         self._opened: dict[Path, _Source] = {}
         self._places = self._files()
         """The file in which each tensor is."""

@@ -35,6 +35,7 @@ from accept_mpi.errors import UserError, one_line
 from accept_mpi.files.cache import cache_directory, hold, open_lock
 from accept_mpi.files.hdf5 import Damaged, group_in, number_in, open_file, reason, text_in, values_in
 from accept_mpi.files.regular import is_regular, open_regular
+from accept_mpi.files.start_directory import from_start
 from accept_mpi.job import MOST_LANES
 from accept_mpi.prediction.predictor import Predictor
 from accept_mpi.prediction.samples import DeviceSamples, known_of
@@ -57,7 +58,7 @@ def database_path(asked: str) -> Path | None:
     if asked == "none":
         return None
     try:
-        return cache_directory() / "latency.h5" if asked == "auto" else Path(asked).expanduser()
+        return cache_directory() / "latency.h5" if asked == "auto" else from_start(Path(asked).expanduser())
     except RuntimeError as error:
         raise UserError(f"pipeline.latency_db: {asked}: {error}") from error
 

@@ -22,7 +22,8 @@ from accept_mpi.comm.messages import (
     Stopping,
     TraceRows,
 )
-from accept_mpi.errors import DeadlineError, Stopped, UserError, near
+from accept_mpi.errors import DeadlineError, Stopped, UserError
+from accept_mpi.files.start_directory import near
 from accept_mpi.logs.format import EVALS, STEPS, TRACE
 from accept_mpi.logs.observers import Evaluated, Observer, StepDone
 from accept_mpi.recovery.checkpoint_writer import CheckpointWriter

@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +17,7 @@ from accept_mpi.data.calendar import Calendar, Milestones
 from accept_mpi.device.allocator import give_back_memory
 from accept_mpi.errors import Agreed, GroupRefused, OutOfMemory
 from accept_mpi.failpoints import failpoint
+from accept_mpi.files.start_directory import from_start
 from accept_mpi.job import Job
 from accept_mpi.launch.ownership import Ownership
 from accept_mpi.models import Chain
@@ -81,7 +81,7 @@ def train(runtime: Runtime, options: Options) -> None:
     """
     job = read_job(runtime, options.job, options.overrides)
     runtime.allow(job.pipeline.startup_timeout)
-    with own(runtime, Path(job.output.directory), options.supervised) as ownership:
+    with own(runtime, from_start(job.output.directory), options.supervised) as ownership:
         run = _Run(job, options, list(runtime.members), ownership)
         begin: Begin | None = None
         while True:
@@ -241,10 +241,10 @@ class _Run:
 
     def _newest_checkpoint(self, runtime: Runtime) -> tuple[Checkpoint | None, Manifest | None]:
         """The newest checkpoint to go on from, on rank 0, and its manifest, or that of the one with which the run began."""
-        if self.options.resume:
+        if resume := self.options.resume:
             self._began_with(shared_origin(runtime, self._origin, self._disk))
         run = self._ownership.run if self._lost or self.options.supervised else None
-        where = self.options.resume, Path(self.job.output.directory), run, self._origin
+        where = resume and from_start(resume), from_start(self.job.output.directory), run, self._origin
         checkpoint = runtime.agree(
             "the checkpoint", lambda: newest_checkpoint(runtime, *where) if runtime.rank == 0 else None
         )
@@ -373,7 +373,7 @@ class _Run:
         if self._records and self._deployment:
             self._records.close(self._deployment.course)
         if self._planned and self._planned.step and self._deployment and self._begun and self._begun.first:
-            learn(self.job, self._planned, self._deployment.plan, Path(self.job.output.directory) / "log.h5")
+            learn(self.job, self._planned, self._deployment.plan, from_start(self.job.output.directory) / "log.h5")
             share = self._planned.seconds / runtime.clock.now()
             print(f"planning    {self._planned.seconds:.1f} s, {100 * share:.0f} % of the run", flush=True)
 

@@ -48,31 +48,9 @@ def read_job(runtime: Runtime, path: Path, overrides: Sequence[str]) -> Job:
     def check() -> Job:
         if runtime.rank and path.is_file() and read_text(path) != text:
             raise UserError(f"{path}: differs from rank 0's file of the same name on {runtime.hosts[0]['host']}")
-        return _from_here(parse(text, str(path), overrides))
+        return parse(text, str(path), overrides)
 
     return runtime.agree("the job file", check)
-
-
-def _from_here(job: Job) -> Job:
-    """The job with absolute paths, since the user's code may change the working directory."""
-    pipeline, database = job.pipeline, job.pipeline.latency_db
-    if database not in ("auto", "none") and not database.startswith("~"):
-        pipeline = msgspec.structs.replace(pipeline, latency_db=absolute(database))
-    weights = absolute(job.model.weights) if job.model.weights else ""
-    return msgspec.structs.replace(
-        job,
-        model=msgspec.structs.replace(job.model, weights=weights),
-        pipeline=pipeline,
-        output=msgspec.structs.replace(job.output, directory=absolute(job.output.directory)),
-    )
-
-
-def absolute(path: str) -> str:
-    """A path from the present working directory, as an absolute one; as it is if that directory is gone."""
-    try:
-        return os.path.join(os.getcwd(), path)
-    except OSError:
-        return path
 
 
 @dataclass(frozen=True)

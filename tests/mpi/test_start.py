@@ -142,6 +142,6 @@ def test_code_that_changes_the_working_directory(trained, tmp_path: Path) -> Non
         "pipeline.cuts=[1]",
         "pipeline.ranks=[]",
     )
-    assert f"log         {tmp_path}/other/log.h5\n" in outcomes[0].out
+    assert "log         other/log.h5\n" in outcomes[0].out
     assert (tmp_path / "other" / "checkpoints" / "step-00000004").is_dir()
     assert not list(tmp_path.rglob("elsewhere/**/log.h5"))

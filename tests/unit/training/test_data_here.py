@@ -24,8 +24,8 @@ JOB = 'model.name = "m:m"\ndata.name = "d:d"\ntrain.steps = 1\noutput.directory 
 def agreed(
     sets: list[tuple[Dataset | None, Dataset | None]], evaluates: bool = True, first: Sequence[int] = (), known: Any = None
 ) -> set[Sizes]:
-    """What all ranks agree on, or what they raise. Ranks are threads here, one of which runs at a time: global random numbers
-    are the same for all."""
+    """What all ranks agree on, or what they raise. Ranks are threads here, one of which runs at a time: they have the same
+    random numbers."""
     barrier, told, turn = threading.Barrier(len(sets), timeout=60), dict[int, Any](), threading.Lock()
 
     def meet() -> None:
