@@ -240,6 +240,26 @@ def few() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(x[:22], y[:22]), TensorDataset(x[22:], y[22:])
 
 
+class Listing(nn.Module):
+    """Keeps its blocks in a list of Python's, and their parameters in one of torch's (N-BEATS as published)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = [[nn.Linear(6, 6), nn.Linear(6, 3)] for _ in range(3)]
+        self.every = nn.ParameterList(p for block in self.blocks for part in block for p in part.parameters())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = x.new_zeros(len(x), 3)
+        for back, ahead in self.blocks:
+            found = found + ahead(torch.tanh(x))
+            x = x - torch.relu(back(x))
+        return found
+
+
+def listing() -> Listing:
+    return Listing()
+
+
 def frozen(head: bool) -> nn.Sequential:
     """Layers that are not trained, but perhaps the last one."""
     net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).requires_grad_(False)

@@ -122,22 +122,6 @@ class Recursing(nn.Module):
         return {"logits": self.head(hidden), "hidden": hidden}
 
 
-class Listing(nn.Module):
-    """Keeps its blocks in a list of Python's, and their parameters in one of torch's (N-BEATS as published)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = [[nn.Linear(6, 6), nn.Linear(6, 3)] for _ in range(3)]
-        self.every = nn.ParameterList(p for block in self.blocks for part in block for p in part.parameters())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = torch.zeros(len(x), 3)
-        for back, ahead in self.blocks:
-            found = found + ahead(torch.tanh(x))
-            x = x - torch.relu(back(x))
-        return found
-
-
 class Scored(nn.Module):
     """Computes its loss from the targets that it takes for sure."""
 

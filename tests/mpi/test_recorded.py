@@ -64,6 +64,8 @@ CASES: list[dict[str, Any]] = [
     MIXTURE | {"schedule": "1f1b-delayed"},
     {"model": "language", "data": "sentences", "schedule": "1f1b-delayed"},
     {"model": "language", "data": "sentences", "gradients": "auto"},
+    {"model": "listing", "data": "few"},
+    {"model": "listing", "data": "few", "schedule": "zero-bubble"},
 ]
 
 

@@ -40,7 +40,6 @@ CASES = {
     "Attending": {"data": "sentences"},
     "Dropping": {},
     "Mapped": {},
-    "Listing": {},
     "Recursing": {},
     "Carrying": {},
     "Scored": {"data": "labelled", "output": "loss"},

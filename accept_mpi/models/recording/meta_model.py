@@ -129,7 +129,8 @@ class MetaModel:
 
     def _around(self, tensor: torch.Tensor) -> list[str]:
         """Names of parameters and buffers in whose memory a tensor lies."""
-        memory = memory_of(tensor)
+        with torch._C.DisableTorchFunction():  # a forward that is recorded would answer for the tensor that is there now
+            memory = memory_of(tensor)
         return [name for one, name in self._memory if memory is not None and one.cdata == memory._cdata]
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor | None:

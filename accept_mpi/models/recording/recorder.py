@@ -180,8 +180,12 @@ class Recorder:
         if path is None:
             if module._modules or module._buffers or not is_plain((args, kwargs)):
                 return plain(module, *args, **kwargs)  # its parts, and what it calls, are recorded
-            if (parameter := next(module.parameters(), None)) is not None:
-                raise passed_by(self._of.parameter_in(parameter)) or Foreign()
+            own = list(module.parameters())
+            for parameter in own:
+                if self._of.own(parameter) is None:
+                    raise passed_by(self._of.parameter_in(parameter)) or Foreign()
+            if own:  # of the model, though the module is in a list
+                return plain(module, *args, **kwargs)
             return self._recorded(Made(module), "", lambda *a, **k: plain(module, *a, **k), args, kwargs, (), False)
         plainly = is_plain((args, kwargs))
         if self._of.is_block(module) and not plainly:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from recorded_models import check, recorded
+from recorded_nets import Listing
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -354,6 +355,12 @@ def test_what_lists_and_functions_hold_is_the_models(what: str) -> None:
     """A buffer, as training changes it, had its first values, and parameters left the model whole. What looks at a buffer by
     a view was computed before the buffer was written to."""
     check(partial(InLists, what), [torch.randn(4, 6) + n for n in range(3)], loss, every_cut)
+
+
+def test_modules_in_a_list_whose_parameters_are_the_models() -> None:
+    """A forward that calls them was taken for one with strange parameters, and refused."""
+    chain = check(Listing, [torch.randn(4, 6) + n for n in range(3)], loss, every_cut)
+    assert len(chain) > 3
 
 
 class ViewInAList(nn.Module):
