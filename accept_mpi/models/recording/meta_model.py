@@ -72,9 +72,38 @@ class MetaModel:
         self._memory: list[tuple[StorageWeakRef, str]] = []
         self._before: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         """Each of the model's tensors as the user's function made it, by its id, and the one that is there now."""
+        self._made = self._to_meta()  # keeps ids from being used again
+        self._leaves: dict[int, Attributes] = {}
+        self._plain: dict[int, list[tuple[nn.Module, str, torch.Tensor]]] = {}
+        self.remade: set[str] = set()
+        """Names of plain tensors that hooks make anew whenever a module is called, as those of ``weight_norm`` do."""
+        self.tensors = {name: self._made[which] for which, name in self.states.items()}
+        """The model's tensors by name."""
+        self._open: set[int] = set()
+        """Modules without parts that are looked into, since they set attributes."""
+        self.sets: set[str] = set()
+        """Names of attributes that forwards set (``kept``)."""
+        self._values: Values = {}
+        """What was in the modules' attributes before the forward that runs."""
+        self.hooks = OwnHooks(self.model)
+        """Those that forwards find, and put there."""
+        finder = Finder()
+        finder.show(0, self.model)
+        self._variables = finder.variables()
+        """Variables of Python's and of functions that forwards refer to."""
+        self.grown = False
+        """True if the last forward has put something new into collections of the model, or into attributes."""
+        self.changing: frozenset[str] = frozenset()
+        """Names of those to which a recorded forward has written."""
+        self.viewed: set[str] = set()
+        """Names of buffers in whose memory tensors lie that forwards use and find elsewhere."""
+
+    def _to_meta(self) -> dict[int, torch.Tensor]:
+        """Put the model's tensors on the meta device, in place, and note their names. Returns them, by the ids of what they
+        were made of, and by their own. Raises UserError for a sparse one."""
         made: dict[int, torch.Tensor] = {}
         laid: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
+        for path, module in self.model.named_modules(remove_duplicate=False):
             self.paths.setdefault(id(module), path)
             prefix = f"{path}." if path else ""
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
@@ -96,31 +125,7 @@ class MetaModel:
                         self.states.setdefault(id(new), prefix + name)
                         if isinstance(new, nn.Parameter):
                             self.parameters.add(self.states[id(new)])
-        self._leaves: dict[int, Attributes] = {}
-        self._plain: dict[int, list[tuple[nn.Module, str, torch.Tensor]]] = {}
-        self.remade: set[str] = set()
-        """Names of plain tensors that hooks make anew whenever a module is called, as those of ``weight_norm`` do."""
-        self._made = made  # keeps ids from being used again
-        self.tensors = {name: made[which] for which, name in self.states.items()}
-        """The model's tensors by name."""
-        self._open: set[int] = set()
-        """Modules without parts that are looked into, since they set attributes."""
-        self.sets: set[str] = set()
-        """Names of attributes that forwards set (``kept``)."""
-        self._values: Values = {}
-        """What was in the modules' attributes before the forward that runs."""
-        self.hooks = OwnHooks(self.model)
-        """Those that forwards find, and put there."""
-        finder = Finder()
-        finder.show(0, self.model)
-        self._variables = finder.variables()
-        """Variables of Python's and of functions that forwards refer to."""
-        self.grown = False
-        """True if the last forward has put something new into collections of the model, or into attributes."""
-        self.changing: frozenset[str] = frozenset()
-        """Names of those to which a recorded forward has written."""
-        self.viewed: set[str] = set()
-        """Names of buffers in whose memory tensors lie that forwards use and find elsewhere."""
+        return made
 
     def parameter_in(self, tensor: torch.Tensor) -> str:
         """Name of the parameter in whose memory a tensor lies that the model holds outside of its modules' own tables (in a
