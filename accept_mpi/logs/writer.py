@@ -67,8 +67,9 @@ class LogWriter:
     ) -> h5py.File:
         path = self.path
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        file = h5py.File(temporary, "w", libver="latest")
+        file: h5py.File | None = None
         try:
+            file = h5py.File(temporary, "w", libver="latest")
             file.attrs.update(
                 format=FORMAT,
                 version=VERSION,
@@ -86,7 +87,8 @@ class LogWriter:
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError, RuntimeError):
-                file.close()
+                if file is not None:
+                    file.close()
             temporary.unlink(missing_ok=True)
             raise
         return file

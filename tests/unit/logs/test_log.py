@@ -113,6 +113,8 @@ try:
     log.close()
 except UserError as mistake:
     print(mistake, flush=True)
+    if room < 0:
+        os._exit(0)
 log.event(2.0, 1, "the run ends")
 log.close()
 os._exit(0)  # as a run ends after an error
@@ -127,6 +129,18 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, room: int) -> None:
     )
     assert done.stdout == f"cannot write the log {path}: File too large\n"
     assert (done.stderr, done.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize("room", [1, 1000])
+def test_a_disk_that_is_full_from_the_beginning_keeps_nothing_of_a_log(tmp_path: Path, room: int) -> None:
+    """Each start in vain left a hidden file in the output directory."""
+    path = tmp_path / "log.h5"
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(path), str(-room)], env=environment(), capture_output=True, text=True, timeout=600
+    )
+    assert done.stdout == f"cannot write the log {path}: File too large\n"
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("instead", ["nothing", "no directory", "another log"])
