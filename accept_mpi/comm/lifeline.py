@@ -208,6 +208,6 @@ def _addresses() -> list[str]:
 
                 answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
                 found.append(socket.inet_ntoa(answer[20:24]))
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):  # a name that no server knows, or that none could
         found.append(socket.gethostbyname(socket.gethostname()))
     return list(dict.fromkeys(found))

@@ -39,3 +39,11 @@ def test_rank_0_may_take_a_while_to_answer(monkeypatch: pytest.MonkeyPatch) -> N
     finally:
         for one in (listener, *centre._peers.values(), *rank._peers.values()):
             one.close()
+
+
+def test_a_host_may_have_a_name_that_cannot_be_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python refuses a part of more than 63 characters, or without any, before it asks: every rank ended with a
+    traceback."""
+    for name in ("x" * 64, ".pi", "no-such-host.invalid"):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        assert lifeline._addresses()[0] == "127.0.0.1"
