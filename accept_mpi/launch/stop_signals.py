@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any
 
 ENDED = 128
 """Added to a signal's number, it is the exit code of what the signal ends, as shells have it."""
@@ -64,29 +63,26 @@ def _end(number: int, frame: FrameType | None) -> None:
 class StopSignals:
     """Handles the stop signals of a process.
 
-    A signal that arrives while layers move or ranks regroup is remembered and delivered to the next deployment. Before the
-    first deployment, when nothing would be lost (``end_by_signals``), and after the first signal, a signal ends the process.
+    A signal that arrives while layers move or ranks regroup is remembered and delivered to the next deployment; one after
+    the last deployment, while the log is closed or others are waited for, changes nothing any more. Before the first
+    deployment, when nothing would be lost (``end_by_signals``), and after the first signal, a signal ends the process.
     """
 
     def __init__(self) -> None:
         self._asked = False
         self._tell: Callable[[], None] | None = None
-        self._before: dict[signal.Signals, Any] = {}
-        """Handlers of the signals before the first deployment."""
+        self._handles = False
+        """True from the first deployment on."""
 
     def connect(self, tell: Callable[[], None] | None) -> None:
         """Have ``tell`` called at the first signal, immediately if it has arrived already. None: remember it for later."""
         self._tell = tell
-        if not self._before:
-            self._before = {number: signal.signal(number, self._hear) for number in heeded(_SIGNALS)}
+        if not self._handles:
+            self._handles = True
+            for number in heeded(_SIGNALS):
+                signal.signal(number, self._hear)
         if self._asked and tell:
             tell()
-
-    def close(self) -> None:
-        """Restore the handlers that the signals had before the run."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before, self._tell = {}, None
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         tell, self._asked = self._tell, True

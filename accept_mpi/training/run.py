@@ -366,8 +366,6 @@ class _Run:
 
     def close(self, runtime: Runtime) -> None:
         """Close the log, learn from it, and remove what was kept for another start."""
-        if self._state:
-            self._state.stop.close()
         if self._disk:
             self._disk.clear()
         if self._records and self._deployment:

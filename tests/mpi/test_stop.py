@@ -22,6 +22,7 @@ from conftest import HANGS, environment, finish, mpirun_command, python
 from watch import wait_for_step
 
 from accept_mpi.failpoints import VARIABLE
+from accept_mpi.logs.reader import open_log
 from accept_mpi.recovery.checkpoint import Checkpoint
 
 STEPS = 400
@@ -265,3 +266,36 @@ def test_a_signal_while_a_rank_ends_by_itself_says_nothing_more(tmp_path: Path) 
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=HANGS)
     assert (done.returncode, done.stderr) == (7, "accept_mpi: a mistake\n")
+
+
+LATE = """
+import os, signal, torch
+from torch import nn
+from accept_mpi.comm.runtime import Runtime
+from accept_mpi.training.run_log import RunLog
+kind, name = (Runtime, "finish") if int(os.environ["OMPI_COMM_WORLD_RANK"]) else (RunLog, "close")
+before = getattr(kind, name)
+def late(self, *more):
+    os.kill(os.getpid(), signal.SIGTERM)
+    before(self, *more)
+setattr(kind, name, late)
+def model():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+def data():
+    x = torch.randn(16, 4)
+    return (x, x.argmax(1) % 2), (x, x.argmax(1) % 2)
+"""
+
+
+def test_a_signal_after_the_last_step_changes_nothing(mpirun, tmp_path: Path) -> None:
+    """It ended a run at once, with a code of its own, whose last checkpoint was on the disk: while rank 0 closes the log,
+    and the others wait for it."""
+    (tmp_path / "net.py").write_text(LATE)
+    (tmp_path / "job.toml").write_text(
+        'model.name = "net:model"\ndata.name = "net:data"\ntrain = { batch_size = 8, micro_batches = 2, steps = 2 }\n'
+        'pipeline.cuts = [1]\noutput.directory = "run"\n'
+    )
+    done = mpirun(2, "-m", "accept_mpi", "train", "job.toml")
+    assert "checkpoint  run/checkpoints/step-00000002\n" in done.out
+    with open_log(tmp_path / "run") as log:
+        assert log["events"][-1]["text"].startswith(b"done: ")

@@ -61,11 +61,3 @@ def test_between_terms_it_is_kept_for_the_next_one(stop: StopSignals) -> None:
     stop.connect(None)
     stop.connect(lambda: told.append(3))  # the term before may have been lost with what it was told
     assert told == [2, 3]
-
-
-def test_afterwards_signals_do_what_they_did(stop: StopSignals) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    stop.connect(lambda: None)
-    assert signal.getsignal(signal.SIGINT) != before
-    stop.close()
-    assert signal.getsignal(signal.SIGINT) == before
