@@ -243,7 +243,7 @@ def begin_log(
             number = 1
             while (free := directory / f"log.{number}.h5").exists():
                 number += 1
-            kept = path.rename(free)
+            kept = _also_named(path, free)
 
         def more(file: Any) -> None:
             if cluster is not None:
@@ -254,9 +254,20 @@ def begin_log(
         except UserError:
             if kept:  # another start, once there is room, is to find in it what it goes on from
                 kept.rename(path)
+                kept.unlink(missing_ok=True)  # if it is still another name of the same file
             raise
     except OSError as error:
         raise UserError(f"output.directory: cannot write {path}: {error.strerror or error}") from error
+
+
+def _also_named(path: Path, free: Path) -> Path:
+    """Give a log a second name, so that it has its own until the next one takes that, or, on a file system without such
+    links, another name instead. Returns the name. Raises OSError."""
+    try:
+        os.link(path, free, follow_symlinks=False)
+    except OSError:
+        path.rename(free)
+    return free
 
 
 class _Own(NamedTuple):

@@ -137,3 +137,26 @@ def test_the_best_checkpoint_of_another_run_is_not_this_one_s(tmp_path: Path, mo
     assert best("other", {"other": 6}).at is None
     (tmp_path / "checkpoints" / "best.json").write_text('{"step": 4, "metric": "loss", "value": 0.1}')
     assert best("new", {"other": 4}).at is None
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_full_disk_leaves_the_log_where_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    before = (folder / "log.h5").read_bytes()
+    monkeypatch.setattr(run_log, "LogWriter", Mock(side_effect=UserError("no room")))
+    if not links:
+        monkeypatch.setattr(run_log.os, "link", Mock(side_effect=PermissionError(1, "as FAT has none")))
+    with pytest.raises(UserError, match="no room"):
+        begin_log(folder, JOB, PLAN, {"run": "new"}, 3)
+    assert [path.name for path in folder.iterdir()] == ["log.h5"]
+    assert (folder / "log.h5").read_bytes() == before
+
+
+def test_a_kill_while_a_log_begins_leaves_the_one_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There was none for a moment: the next start knew nothing of the steps before, nor of the best checkpoint."""
+    before = (folder / "log.h5").read_bytes()
+    monkeypatch.setattr(run_log, "LogWriter", Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        begin_log(folder, JOB, PLAN, {"run": "new"}, 3)
+    assert (folder / "log.h5").read_bytes() == before
+    monkeypatch.undo()
+    assert begun(folder, 3, None)[0] == [1, 2, 3]
