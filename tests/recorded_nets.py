@@ -241,12 +241,15 @@ def few() -> tuple[TensorDataset, TensorDataset]:
 
 
 class Listing(nn.Module):
-    """Keeps its blocks in a list of Python's, and their parameters in one of torch's (N-BEATS as published)."""
+    """Keeps its blocks in a list of Python's, and their parameters in one of torch's that has the name of a method (N-BEATS
+    as published)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = [[nn.Linear(6, 6), nn.Linear(6, 3)] for _ in range(3)]
-        self.every = nn.ParameterList(p for block in self.blocks for part in block for p in part.parameters())
+        self.blocks = [[nn.Linear(6, 6), nn.Linear(6, 3)] for _ in range(2)]
+        every = [p for block in self.blocks for part in block for p in part.parameters()]
+        self.blocks.append(self.blocks[0])  # tied
+        self.parameters = nn.ParameterList(every)  # type: ignore[method-assign, assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = x.new_zeros(len(x), 3)

@@ -20,6 +20,7 @@ from accept_mpi.files.start_directory import from_start
 from accept_mpi.job import Job, Lora
 from accept_mpi.models.classes import put_before
 from accept_mpi.models.memory import overlap
+from accept_mpi.models.parts import part_at
 from accept_mpi.models.weights_file import WeightsFile
 from accept_mpi.registry import nearest
 from accept_mpi.seeds import INIT, mix, seeded
@@ -129,7 +130,7 @@ def merged(state: Mapping[str, torch.Tensor], model: nn.Module) -> dict[str, tor
         if isinstance(module, _Adapted):
             prefix = f"{path}." if path else ""
             weight, a, b = (prefix + name for name in ("weight", _A, _B))
-            if other := _other_use(model, model.get_submodule(path)):
+            if other := _other_use(model, part_at(model, path)):
                 raise UserError(
                     f"--merge: {weight} is {other}, too, which the adapter does not change; export without --merge"
                 )

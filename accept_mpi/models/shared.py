@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from accept_mpi.errors import UserError
 from accept_mpi.models.held import held
 from accept_mpi.models.memory import checksum, extent, memory_of
+from accept_mpi.models.parts import part_at
 
 _FILLS: set[Any] = {
     nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_,
@@ -242,7 +243,7 @@ class _WriteWatch:
         found = []
         for name in self._names:
             module, _, last = name.rpartition(".")
-            holder = layer.get_submodule(module)
+            holder = part_at(layer, module)
             found.append(holder._buffers.get(last, holder._parameters.get(last)))
         return found
 

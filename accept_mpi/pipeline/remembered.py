@@ -20,6 +20,7 @@ from torch import nn
 from accept_mpi.device.compute import here
 from accept_mpi.models.attributes import Digest, digest
 from accept_mpi.models.held import OWN
+from accept_mpi.models.parts import part_at
 from accept_mpi.pipeline.state import packed, unpacked
 from accept_mpi.tree import NotATree
 
@@ -188,7 +189,7 @@ class Remembered:
             root, _, rest = whole.partition(".")
             path, _, key = rest.rpartition(".")
             try:
-                module = self._named[root].get_submodule(path)
+                module = part_at(self._named[root], path)
             except (KeyError, AttributeError):
                 continue
             yield module, module._buffers if key in module._buffers else module.__dict__, key, whole

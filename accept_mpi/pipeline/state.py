@@ -16,6 +16,7 @@ from torch import nn
 from accept_mpi import tree
 from accept_mpi.device.compute import here
 from accept_mpi.errors import UserError
+from accept_mpi.models.parts import part_at
 from accept_mpi.users_code import RAISED, blame
 
 _MAGIC = b"accept-mpi state\n"
@@ -132,7 +133,7 @@ def _make_room(layer: nn.Module, state: Mapping[str, torch.Tensor], made: Collec
     for key, value in state.items():
         path, _, name = key.rpartition(".")
         try:
-            module = layer.get_submodule(path)
+            module = part_at(layer, path)
         except AttributeError:
             continue
         if name in module._buffers:

@@ -21,6 +21,7 @@ from torch import nn
 from accept_mpi.errors import UserError
 from accept_mpi.models.held import OWN, inside
 from accept_mpi.models.memory import checksum, common_memory, copies, memory_of, same_bits
+from accept_mpi.models.parts import part_at
 from accept_mpi.pipeline.kept_values import KeptValues
 
 PREVIOUS = "previous"
@@ -315,7 +316,7 @@ def named(names: Iterable[str], parameters: Sequence[torch.Tensor], modules: Seq
             path, _, key = whole.rpartition(".")
             value: Any = None
             with suppress(AttributeError):  # a forward may take a module away
-                module = modules[int(place)].get_submodule(path)
+                module = part_at(modules[int(place)], path)
                 value = module._buffers[key] if key in module._buffers else vars(module).get(key)
             there = [*inside(value)][int(number) - 1 : int(number)]
         found |= {id(one): one for one in there if kind == "parameter" or _may_be_in_graph(one)}

@@ -13,6 +13,7 @@ from accept_mpi.data.checksums import Checksum, checksum
 from accept_mpi.errors import Agreed, one_line
 from accept_mpi.models import Chain
 from accept_mpi.models.held import held
+from accept_mpi.models.parts import parameter_at
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Plan
 from accept_mpi.planning.ties import parted
@@ -70,7 +71,7 @@ def agree_on_copies(runtime: Runtime, stage: Stage, plan: Plan, chain: Chain) ->
     for one, stages in parted(chain.shared(), plan) if len(plan.stages) > 1 else ():
         if place.stage in stages:
             index, name = next(at for at in one.places if 0 <= at[0] - stage.start < len(stage.layers))
-            mine[one.text] = _checksum([stage.layers[index - stage.start].get_parameter(name)])
+            mine[one.text] = _checksum([parameter_at(stage.layers[index - stage.start], name)])
     said: dict[str, tuple[int, Checksum]] = {}
     told = runtime.messenger.allgather(mine, runtime.startup_seconds, "checksums of the first weights")
     for rank, found in enumerate(told):

@@ -14,6 +14,7 @@ from accept_mpi.comm.group_sum import Group, GroupSum
 from accept_mpi.device.compute import here
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
+from accept_mpi.models.parts import parameter_at
 from accept_mpi.models.shared import Shared
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.pipeline.turns import hooked, sees_sums
@@ -95,7 +96,7 @@ def check_hooks(stage: Stage, plan: Plan, rank: int, job: Job, shared: Callable[
 def _copy_of(one: Shared, stage: Stage) -> nn.Parameter:
     """A stage's copy of a tied parameter."""
     layer, name = next(place for place in one.places if 0 <= place[0] - stage.start < len(stage.layers))
-    return stage.layers[layer - stage.start].get_parameter(name)
+    return parameter_at(stage.layers[layer - stage.start], name)
 
 
 def _ties(plan: Plan, job: Job, shared: Callable[[], Iterable[Shared]]) -> list[tuple[Shared, list[int]]]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from accept_mpi.models.parts import part_at
 from accept_mpi.models.recording.constants import Constants
 from accept_mpi.models.recording.own_hooks import Hooks
 from accept_mpi.models.recording.refusals import Unrecordable
@@ -55,7 +56,7 @@ def plain_attributes(model: nn.Module) -> Values:
 def get(model: nn.Module, name: str) -> Any:
     """Value of an attribute, or ``MISSING``."""
     path, _, key = name.rpartition(".")
-    return vars(model.get_submodule(path)).get(key, MISSING)
+    return vars(part_at(model, path)).get(key, MISSING)
 
 
 def put(model: nn.Module, values: Mapping[str, Any]) -> None:
@@ -63,9 +64,9 @@ def put(model: nn.Module, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         path, _, key = name.rpartition(".")
         if value is MISSING:
-            vars(model.get_submodule(path)).pop(key, None)
+            vars(part_at(model, path)).pop(key, None)
         else:
-            vars(model.get_submodule(path))[key] = value
+            vars(part_at(model, path))[key] = value
 
 
 def is_set_anew(before: Any, after: Any) -> bool:

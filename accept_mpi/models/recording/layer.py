@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
+from accept_mpi.models.parts import part_at
 from accept_mpi.models.recording.autocasting import Opened
 from accept_mpi.models.recording.key import keyed
 from accept_mpi.models.recording.structure import as_it_is, fixed_in, mapped, parts_of, tensors_in
@@ -110,14 +111,14 @@ class RecordedLayer(nn.Module):
 
     def _part(self, path: str) -> nn.Module:
         """The model's module of this name."""
-        found: nn.Module = self._found(path, path, lambda: self.get_submodule(path))
+        found: nn.Module = self._found(path, path, lambda: part_at(self, path))
         if type(found) is nn.Module:  # it holds those of the module's tensors that are used directly
             raise UserError(_elsewhere(path, path))
         return found
 
     def _state(self, name: str) -> torch.Tensor:
         path, _, last = name.rpartition(".")
-        return self._found(name, path, lambda: getattr(self.get_submodule(path), last))
+        return self._found(name, path, lambda: getattr(part_at(self, path), last))
 
     def _found(self, name: str, module: str, find: Callable[[], Any]) -> Any:
         try:
@@ -175,7 +176,7 @@ def put_module(layer: nn.Module, path: str, module: nn.Module) -> None:
 def put_tensor(layer: nn.Module, path: str, model: nn.Module) -> None:
     """Put one of the model's tensors into a layer under its dotted name."""
     *parents, last = path.split(".")
-    source = model.get_submodule(".".join(parents))
+    source = part_at(model, ".".join(parents))
     holder = _holder(layer, parents)
     if holder is source:
         return  # a part of a module that is there

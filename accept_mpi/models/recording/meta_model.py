@@ -17,6 +17,7 @@ from accept_mpi.models.common import Finder, Seen
 from accept_mpi.models.held import OWN
 from accept_mpi.models.memory import memory_of, overlap
 from accept_mpi.models.modes import restore_modes
+from accept_mpi.models.parts import part_at
 from accept_mpi.models.recording.blocks import blocks_of
 from accept_mpi.models.recording.kept import (
     AS_BEFORE,
@@ -169,7 +170,7 @@ class MetaModel:
         """From now on record this module as a whole, and all of its kind that have its place in other layers; False if it is
         one of these already."""
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
-        kind = type(self.model.get_submodule(path))
+        kind = type(part_at(self.model, path))
         found = {
             id(module) for name, module in self.model.named_modules() if fnmatchcase(name, pattern) and type(module) is kind
         }
@@ -282,7 +283,7 @@ class MetaModel:
         if not names or not all(names.values()):
             return False
         for name in names:
-            module = self.model.get_submodule(name.rpartition(".")[0])
+            module = part_at(self.model, name.rpartition(".")[0])
             if self.is_leaf(module):
                 if self.is_block(module) or type(module).__module__.startswith("torch.nn."):
                     return False

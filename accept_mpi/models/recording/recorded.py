@@ -13,6 +13,7 @@ from torch import nn
 from accept_mpi.errors import UserError
 from accept_mpi.models.aliases import every_name
 from accept_mpi.models.base import Chain, Entry
+from accept_mpi.models.parts import part_at
 from accept_mpi.models.recording.arguments import arguments_of, hint
 from accept_mpi.models.recording.calls import Strided, Viewed
 from accept_mpi.models.recording.cutting import Flow, cut, cut_alike, cuts_in_both
@@ -93,7 +94,7 @@ class RecordedModel:
         home: dict[int, int] = {}
         for index, layer in enumerate(layers):
             for path in self._modules[index]:
-                module = model.get_submodule(path)
+                module = part_at(model, path)
                 for alias in paths[id(module)]:
                     put_module(layer, alias, module)
                 for part in module.parameters():
@@ -113,7 +114,7 @@ class RecordedModel:
                     )
                 path = "" if name in there else self._leaf_with(name)
                 if path and not any(one.startswith(f"{path}.") for one in there):  # it may be called for other shapes
-                    put_module(layers[index], path, model.get_submodule(path))
+                    put_module(layers[index], path, part_at(model, path))
                     there |= set(layers[index].state_dict())
                 elif name not in there:
                     put_tensor(layers[index], name, model)
@@ -126,7 +127,7 @@ class RecordedModel:
         """Path of the module recorded as a whole that has the tensor of this name; "" if there is none."""
         parts = name.split(".")[:-1]
         paths = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-        return next((path for path in paths if self._meta.is_leaf(self._meta.model.get_submodule(path))), "")
+        return next((path for path in paths if self._meta.is_leaf(part_at(self._meta.model, path))), "")
 
     def _check(self) -> None:
         """Raise UserError for state that layers would not have."""
