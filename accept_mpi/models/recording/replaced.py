@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.variable import VariableMeta
 
 Instead = Callable[..., Any]
 """Called with the plain function and its arguments."""
@@ -20,10 +21,16 @@ def computed_once(function: Callable[..., Any], _: bool, *args: Any) -> Any:
         return function(*args)
 
 
+def _variable(data: torch.Tensor | None = None, requires_grad: bool = False, *_: Any, **__: Any) -> torch.Tensor:
+    """What ``torch.autograd.Variable`` gives, by functions that a mode sees."""
+    found = torch.empty(0) if data is None else data.detach()
+    return found.requires_grad_() if requires_grad else found
+
+
 @contextmanager
 def replaced(call: Instead, apply: Instead, script: Instead, seed: Instead) -> Iterator[None]:
     """Within the context these are called instead of ``nn.Module.__call__``, ``torch.autograd.Function.apply``, scripted
-    functions, and what seeds torch or sets the state of its random numbers."""
+    functions, and what seeds torch or sets the state of its random numbers; ``Variable`` is as above."""
     plain_call, plain_apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
     scripted: Any = torch.jit.ScriptFunction
     plain_script = scripted.__call__
@@ -50,6 +57,8 @@ def replaced(call: Instead, apply: Instead, script: Instead, seed: Instead) -> I
     nn.Module.__call__ = in_module  # type: ignore[method-assign]
     torch.autograd.Function.apply = classmethod(of_class)  # type: ignore[assignment]
     scripted.__call__ = in_script
+    kind: Any = VariableMeta  # whatever name the forward has for Variable
+    kind.__call__ = lambda _, *args, **kwargs: _variable(*args, **kwargs)
     checked: Any = torch.distributions.Distribution
     checking = checked._validate_args
     checked.set_default_validate_args(False)  # it reads values
@@ -60,5 +69,6 @@ def replaced(call: Instead, apply: Instead, script: Instead, seed: Instead) -> I
         nn.Module.__call__ = plain_call  # type: ignore[method-assign]
         torch.autograd.Function.apply = plain_apply  # type: ignore[method-assign]
         scripted.__call__ = plain_script
+        del kind.__call__
         set_seeds(plain_seeds)
         checked.set_default_validate_args(checking)

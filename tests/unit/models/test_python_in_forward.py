@@ -12,6 +12,7 @@ import torch
 from recorded_models import check, recorded
 from recorded_nets import Listing
 from torch import nn
+from torch.autograd import Variable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -46,6 +47,22 @@ def test_what_is_made_of_a_parameter_s_type_is_no_use_of_it() -> None:
     """Layers between could not be parted: they had a parameter in common."""
     chain = check(Begins, [torch.randn(4, 6), torch.randn(3, 6)], loss, every_cut)
     assert not chain.shared()
+
+
+class OfVariables(Net):
+    """As code from before torch 0.4 makes its states: ``Variable`` is a ``detach``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = Variable(torch.zeros(len(x), 8))
+        for _ in range(2):
+            state = torch.tanh(self.a(x) + self.b(state))
+        return self.c(state + Variable(state) * Variable(torch.ones(8), requires_grad=False))
+
+
+def test_variables_are_detached() -> None:
+    """They were taken for tensors of an earlier forward."""
+    check(OfVariables, [torch.randn(4, 6), torch.randn(3, 6)], loss, every_cut)
+    assert type(Variable(torch.zeros(2))) is torch.Tensor
 
 
 @torch.jit.script
