@@ -152,3 +152,46 @@ def test_a_step_of_some_members_may_come_before_an_earlier_one(exact: bool) -> N
     for one in sums:
         found = [one.take(step, 1.0)[0][0] for step in range(3)]
         assert [gradient.tolist() for gradient in found if gradient is not None] == [[n] * 9 for n in (111.0, 2.0, 333.0)]
+
+
+def test_a_tied_parameter_of_two_stages_is_summed_as_one_process_does() -> None:
+    """Micro-batch by micro-batch, and within each the stages' parts as they go backward: the last stage's first."""
+    wires: dict[Any, deque[Any]] = {}
+    tables = [[0, 1, 0], [2, 2, 2]]  # a group of two holds the last stage, and a third rank the first
+    own, takes = [0, 0, 1], [[0, 2], [1], [0, 1, 2]]
+    group = [Group([0, 1, 2], me, 0, tables, True, own[me]) for me in range(3)]
+    sums = [GroupSum(Plane(me, wires), group[me], [torch.zeros(7, 500)], 0, lambda step: 3) for me in range(3)]  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    parts = torch.randn(2, 3, 7, 500)
+    for me in (2, 1, 0):
+        assert sums[me].last_of_mine(0) == max(takes[me])
+        for k in takes[me]:
+            sums[me].contribute(0, k, [parts[own[me], k].clone()], 0.5 if k == 2 else 1.0)
+            assert sums[me].move()
+    for _ in range(3):
+        for one in sums:
+            one.move()
+    expected = (parts[0, 0] + parts[1, 0]) + (parts[0, 1] + parts[1, 1]) + (parts[0, 2] + parts[1, 2])
+    for one in sums:
+        (found,), scale = one.take(0, 1.0)
+        assert found is not None
+        assert torch.equal(found, expected)
+        assert scale == 0.5
+        assert not one.pending
+
+
+def test_statistics_go_to_all_members() -> None:
+    """Each member gets those of all micro-batches, in order, and none of another step."""
+    wires: dict[Any, deque[Any]] = {}
+    counts = [3, 2]
+    sums = [
+        GroupSum(Plane(me, wires), Group([0, 1], me, 0, [[0, 1, 0]], True), [], 4, counts.__getitem__)  # type: ignore[arg-type]
+        for me in range(2)
+    ]
+    for step, k in ((0, 0), (0, 1), (0, 2), (1, 1), (1, 0)):
+        sums[k % 2].share_statistics(step, k, torch.full((4,), 10.0 * step + k))
+    for one in sums:
+        assert one.move()
+        for step, count in enumerate(counts):
+            found = one.statistics(step, 1.0)
+            assert [values.tolist() for values in found] == [[10.0 * step + k] * 4 for k in range(count)]
