@@ -169,8 +169,8 @@ class Adapter(Observer):
         return self.propose(factors, left)
 
     def factors(self, window: Rows) -> dict[int, float]:
-        """For each rank, the factor by which it is slower than in the cluster profile, in the median step of ``window``. An
-        idle rank's comes from its speed checks."""
+        """For each rank, the factor by which it is slower than in the cluster profile, in the median step of ``window``. If
+        it computes nothing, its speed checks say it."""
         found = {rank: self._change(rank) for rank in self._beats}
         for s, rank in self._plan.holders:
             stage = self._plan.stages[s]
@@ -179,8 +179,7 @@ class Adapter(Observer):
             rows = window[window["stage"] == s]
             if len(stage.ranks) > 1:
                 rows = rows[rows["rank"] == number_of(rank, self._names)]
-            beat, found[rank] = found[rank], 1.0
-            if not len(rows) or expected <= 0:
+            if not len(rows) or expected <= 0:  # a far slower member of a group may get no micro-batches
                 continue
             steps, where = np.unique(rows["step"], return_inverse=True)
             took = np.bincount(where, rows["end"] - rows["start"], len(steps))
@@ -192,7 +191,7 @@ class Adapter(Observer):
             elif factor < 1:
                 # With more to do it may not be that fast. Speed checks show only changes since the measurement; for a device
                 # without one, half of the gain (of its logarithm) is believed.
-                factor = math.sqrt(factor) if device.assumed else beat
+                factor = math.sqrt(factor) if device.assumed else found[rank]
             found[rank] = factor
         return found
 

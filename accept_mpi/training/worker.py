@@ -338,6 +338,7 @@ class Worker:
         if self._member:
             began = self.recorder.clock.now()
             self._member.wait(step, self._deadline)
+            self._waited += self.recorder.clock.now() - began
             self.recorder.add("wait", began, Subject(step + 1))
         self._learn(step, self._deadline)
         with self.recorder.span("U", step + 1):

@@ -265,6 +265,20 @@ def test_computing_a_forward_again_does_not_look_slow() -> None:
     assert adapter.factors(computing) == pytest.approx({0: 1.0, 1: 1.0, 2: 1.0})
 
 
+def test_a_member_that_takes_no_micro_batches_shows_its_speed_by_its_pulse() -> None:
+    """Of a group's steps none are there of it, so nothing else tells that it has recovered."""
+    asked, fleet = job("pipeline.groups=true", "pipeline.adapt=true"), cluster(1, 16, 1)
+    plan = make_plan(12, [8], [BoundaryCodecs()], [[0, 1], 2], [[1.0, 16.0], [1.0]])
+    adapter = Adapter(asked, STEPS, plan, fleet, lambda: None)
+    rows = forecast_of(fleet, asked, plan).trace(plan.codecs, [0, 1, 2])
+    computing = rows[np.isin(rows["kind"], [KINDS.index(kind) for kind in "FB"])]
+    assert set(computing["rank"].tolist()) == {0, 2}
+    assert adapter.factors(computing) == pytest.approx({0: 1.0, 1: 1.0, 2: 1.0})
+    for beat in (10.0, 1.0, 1.0):
+        adapter.speed(1, beat)
+    assert adapter.factors(computing) == pytest.approx({0: 1.0, 1: 0.1, 2: 1.0})
+
+
 def test_another_deal_must_fit() -> None:
     """A group with a far slower member has more micro-batches in flight."""
     asked = job("pipeline.groups=true", "pipeline.adapt=true")
