@@ -1,5 +1,6 @@
 """Coded sums of a group's gradients: what coding leaves out of an update goes into the next ones."""
 
+import math
 from collections import deque
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from accept_mpi.codecs.coding import parse
 from accept_mpi.codecs.message import as_decoded
 from accept_mpi.comm.group_sum import Group, GroupSum
+from accept_mpi.comm.left_out import LeftOut
+from accept_mpi.errors import DeadlineError, ProtocolError
 
 CODING = parse("uniform:4", gradients=False)
 
@@ -101,8 +104,10 @@ def test_what_is_left_out_waits_while_a_parameter_has_no_gradient() -> None:
         for _ in range(3):
             for one in sums:
                 one.move()
-        found = [one.take(step, 1.0)[0][0] for one in sums]
+        sums_of_both = [one.take(step, 1.0)[0] for one in sums]
+        found = [one[0] for one in sums_of_both]
         assert all((one is not None) == used for one in found)
+        assert all(one[1] is not None and one[1].std() > 0.5 for one in sums_of_both)
         owed = owed if found[0] is None else owed - found[0] * scale
     # Each step leaves 0.05 out of 0.08, in the same direction; at any time the three messages owe half a step of the code.
     assert float(owed[2:].abs().max()) < 0.3
@@ -195,3 +200,133 @@ def test_statistics_go_to_all_members() -> None:
         for step, count in enumerate(counts):
             found = one.statistics(step, 1.0)
             assert [values.tolist() for values in found] == [[10.0 * step + k] * 4 for k in range(count)]
+
+
+def test_a_sum_is_sent_as_it_was_when_it_was_made() -> None:
+    """The optimizer works in the memory of an owner's own sum, which is still on its way to the others."""
+    wires: dict[Any, deque[Any]] = {}
+    sums = [
+        GroupSum(Plane(me, wires), Group([0, 1], me, 0, [[0, 1]], True), [torch.zeros(9)], 0, lambda step: 2)  # type: ignore[arg-type]
+        for me in range(2)
+    ]
+    for me, one in enumerate(sums):
+        one.contribute(0, me, [torch.full((9,), 10.0**me)], 1.0)
+    sums[1].move()
+    sums[0].move()  # which owns all
+    (found,), _ = sums[0].take(0, 1.0)
+    assert found is not None
+    found.zero_()
+    sums[1].move()
+    (found,), _ = sums[1].take(0, 1.0)
+    assert found is not None
+    assert found.tolist() == [11.0] * 9
+
+
+def test_the_scale_is_that_of_the_last_micro_batch() -> None:
+    """Whichever member takes it: others knew less when they had theirs."""
+    wires: dict[Any, deque[Any]] = {}
+    tables = [[0, 1, 0], [2, 3, 2]]
+    ranks, own = [0, 1, 2, 3], [0, 0, 1, 1]
+    sums = [
+        GroupSum(Plane(me, wires), Group(ranks, me, 0, tables, False, own[me]), [torch.zeros(9)], 0, lambda step: 3)  # type: ignore[arg-type]
+        for me in ranks
+    ]
+    for me, one in enumerate(sums):
+        one.contribute(0, 0, [torch.ones(9)], 7.0 if me % 2 else 0.25)
+    for _ in range(3):
+        for one in sums:
+            one.move()
+    assert [one.take(0, 1.0)[1] for one in sums] == [0.25] * 4
+
+
+def test_a_gradient_of_256_micro_batches_is_there() -> None:
+    """Which parameters have one is said in a byte each."""
+    wires: dict[Any, deque[Any]] = {}
+    table = [0, 1] * 128
+    sums = [
+        GroupSum(Plane(me, wires), Group([0, 1], me, 0, [table], True), [torch.zeros(9)], 0, lambda step: 256)  # type: ignore[arg-type]
+        for me in range(2)
+    ]
+    for k, me in enumerate(table):
+        sums[me].contribute(0, k, [torch.ones(9)], 1.0)
+    for _ in range(3):
+        for one in sums:
+            one.move()
+    for one in sums:
+        (found,), _ = one.take(0, 1.0)
+        assert found is not None
+        assert found.tolist() == [256.0] * 9
+
+
+def test_coded_sums_may_begin_early() -> None:
+    """Some chunks are given while B goes on: the rest of the same step does not wait for their sums."""
+    sums = two_members([torch.zeros(3000), torch.zeros(4000)])
+    for me, one in enumerate(sums):
+        gradients: list[torch.Tensor | None] = [torch.ones(3000), torch.ones(4000)]
+        late = len(one.layout.chunks) - 1 if one.layout else 0
+        one.contribute_early(0, me, gradients, 1.0, [late])
+        one.move()
+        one.contribute(0, me, gradients, 1.0, [late])
+    for _ in range(3):
+        for one in sums:
+            one.move()
+    for one in sums:
+        assert [gradient.mean().item() for gradient in one.take(0, 1.0)[0] if gradient is not None] == pytest.approx(
+            [2.0, 2.0]
+        )
+
+
+def test_statistics_are_never_coded_and_two_groups_do_not_meet() -> None:
+    wires: dict[Any, deque[Any]] = {}
+    values = torch.randn(100, generator=torch.Generator().manual_seed(1))
+    groups = [
+        [
+            GroupSum(
+                Plane(me, wires), Group([0, 1], me, number, [[0, 1]], False), [torch.zeros(9)], 100, lambda step: 2, CODING
+            )  # type: ignore[arg-type]
+            for me in range(2)
+        ]
+        for number in range(2)
+    ]
+    for number, sums in enumerate(groups):
+        for me, one in enumerate(sums):
+            one.share_statistics(0, me, values * (number + 1))
+            one.contribute(0, me, [torch.full((9,), 1.0 + number)], 1.0)
+    for _ in range(3):
+        for one in (*groups[0], *groups[1]):
+            one.move()
+    for number, sums in enumerate(groups):
+        for one in sums:
+            assert all(torch.equal(found, values * (number + 1)) for found in one.statistics(0, 1.0))
+            (found,), _ = one.take(0, 1.0)
+            assert found is not None
+            assert found.tolist() == pytest.approx([2.0 + 2 * number] * 9)
+            with pytest.raises(DeadlineError, match="statistics of step 1"):
+                one.statistics(0, 0.01)
+
+
+def test_a_loss_wakes_who_waits_for_a_sum() -> None:
+    (one, _) = two_members([torch.zeros(9)])
+    one._plane.check = lambda: (_ for _ in ()).throw(ProtocolError("over"))  # type: ignore[method-assign]
+    one.fail()
+    with pytest.raises(ProtocolError, match="over"):
+        one.take(0, 5.0)
+    with pytest.raises(ProtocolError, match="over"):
+        one.statistics(0, 5.0)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_was_left_out_outlasts_gradients_that_cannot_be_coded(value: float) -> None:
+    left = LeftOut(CODING)
+    values = torch.linspace(-1, 1, 500)
+    _, decoded = left.added(0, 1, 0.5, values)
+    left.settle(0, 1, 0.5)
+    whole, received = left.added(1, 1, 0.5, torch.full((500,), value))
+    left.settle(1, 1, 0.5)
+    assert whole.data_ptr() != received.data_ptr()
+    assert not received.isfinite().any()
+    whole, _ = left.added(2, 1, 0.5, torch.zeros(500))
+    assert torch.allclose(whole, values - decoded, atol=1e-7)
+    left.settle(2, 1, 0.5)
+    left.put_back(1, 0.5, torch.ones(500))
+    assert left.added(3, 1, 0.25, torch.zeros(500))[0].mean().item() == pytest.approx(2.0, abs=0.1)
