@@ -6,6 +6,7 @@ the same ``version``: ranks send it to each other (``comm.machine_code``).
 """
 
 import contextlib
+import errno
 import gc
 import hashlib
 import importlib
@@ -29,6 +30,7 @@ from accept_mpi.files.regular import foreign
 log = logging.getLogger(__name__)
 
 _LOCK_SECONDS = 120.0
+_ROOM = 1 << 22  # bytes that must be free where machine code is to be kept
 _FILE = re.compile(r"[\w.-]+\.nb[ci]")  # Numba's machine code, and its index
 
 
@@ -40,6 +42,8 @@ def compiled(module: str, directory: Path | None = None) -> ModuleType:
         return sys.modules[name]
     with contextlib.suppress(Exception):
         with _held(module, directory) as own:
+            if not _files(own) and shutil.disk_usage(own).free < _ROOM:
+                raise OSError(errno.ENOSPC, "machine code could not be kept")  # which shows only once it is made
             config: Any = _numba().config
             earlier = config.CACHE_DIR
             config.CACHE_DIR, NJIT["cache"], INNER["cache"] = str(own), True, True

@@ -3,6 +3,7 @@
 import subprocess
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accept_mpi.kernels import cache
@@ -111,3 +112,12 @@ def test_no_place_for_machine_code(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache.store("half", {"half.x.nbi": b"5"}, tmp_path / "file")
     assert cache.stored("half", tmp_path / "file") == {}
+
+
+def test_a_full_disk_is_noticed_before_anything_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module was compiled twice for the cache before it was compiled without."""
+    kept = []
+    monkeypatch.setattr(cache, "_import", lambda name: kept.append(cache.NJIT["cache"]))
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    cache.compiled("a_new_one", tmp_path)
+    assert kept == [False]
