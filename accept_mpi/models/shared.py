@@ -216,7 +216,7 @@ class Finder:
 
     def _text(self, first: int, last: int, all_places: list[list[tuple[int, Part]]]) -> str:
         ends = [next(place for place in all_places[0] if place[0] == index) for index in (first, last)]
-        called = ", ".join(self._name_of(index, part.name) for index, part in ends)
+        called = ", ".join(dict.fromkeys(self._name_of(index, part.name) for index, part in ends))
         kind = ends[0][1].kind
         more = f" and {len(all_places) - 1} more" if len(all_places) > 1 else ""
         return f'layers {first} "{self._names[first]}" and {last} "{self._names[last]}" share a {kind} ({called}){more}'

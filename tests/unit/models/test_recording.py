@@ -158,6 +158,9 @@ def test_an_outline_for_another_size_records_the_model_alone() -> None:
 def test_shared_and_unused_state() -> None:
     chain = check(Shares, [torch.randn(5, 6), torch.randn(5, 6)], mean_square, every_cut)
     assert any(not one.constant for one in chain.shared())
+    for one in chain.shared():
+        names = one.text.partition("(")[2].partition(")")[0].split(", ")
+        assert len(names) == len(set(names)), one.text  # one of the model's own had its name twice
 
 
 class _Changing(nn.Module):
