@@ -326,7 +326,7 @@ class Recorder:
             raise self._failed(
                 Unrecordable,
                 f"model.name: forward writes to a tensor that is no buffer of the model, so each rank would have a copy "
-                f"({where()}); make it one by register_buffer",
+                f"({where()}); make it one by register_buffer, or in each forward by torch.empty",
             )
         return written
 
