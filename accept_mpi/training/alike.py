@@ -13,10 +13,10 @@ from accept_mpi.data.checksums import Checksum, checksum
 from accept_mpi.errors import Agreed, one_line
 from accept_mpi.models import Chain
 from accept_mpi.models.held import held
-from accept_mpi.models.parts import parameter_at
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Plan
 from accept_mpi.planning.ties import parted
+from accept_mpi.training.summing import copy_of
 from accept_mpi.users_code import sources
 
 _SHOWN = 160  # characters of a part of the model
@@ -70,8 +70,7 @@ def agree_on_copies(runtime: Runtime, stage: Stage, plan: Plan, chain: Chain) ->
             )
     for one, stages in parted(chain.shared(), plan) if len(plan.stages) > 1 else ():
         if place.stage in stages:
-            index, name = next(at for at in one.places if 0 <= at[0] - stage.start < len(stage.layers))
-            mine[one.text] = _checksum([parameter_at(stage.layers[index - stage.start], name)])
+            mine[one.text] = _checksum([copy_of(one, stage)])
     said: dict[str, tuple[int, Checksum]] = {}
     told = runtime.messenger.allgather(mine, runtime.startup_seconds, "checksums of the first weights")
     for rank, found in enumerate(told):

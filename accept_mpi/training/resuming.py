@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +19,6 @@ import msgspec
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data.calendar import Calendar, Milestones, Position
 from accept_mpi.errors import Agreed, UserError, shown
-from accept_mpi.files.start_directory import from_start
 from accept_mpi.files.values import loads
 from accept_mpi.job import GOES_WITH, Job, Optimizer, flows
 from accept_mpi.models import Chain
@@ -58,10 +58,10 @@ def share_manifest(runtime: Runtime, checkpoint: Checkpoint | None) -> Manifest 
     return msgspec.convert(shared, Manifest) if shared else None
 
 
-def lacks_evaluation(runtime: Runtime, job: Job, manifest: Manifest) -> bool:
-    """True if the log in the output directory lacks an evaluation after the checkpoint with which a run begins. All ranks
+def lacks_evaluation(runtime: Runtime, directory: Path, manifest: Manifest) -> bool:
+    """True if the log in the run's directory lacks an evaluation after the checkpoint with which a run begins. All ranks
     call this together, and have rank 0's answer."""
-    mine = runtime.rank == 0 and unevaluated(from_start(job.output.directory) / "log.h5", manifest.run, manifest.step)
+    mine = runtime.rank == 0 and unevaluated(directory / "log.h5", manifest.run, manifest.step)
     return bool(runtime.messenger.broadcast(mine, runtime.startup_seconds, "whether an evaluation is missing"))
 
 

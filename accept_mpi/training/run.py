@@ -244,7 +244,7 @@ class _Run:
         if resume := self.options.resume:
             self._began_with(shared_origin(runtime, self._origin, self._disk))
         run = self._ownership.run if self._lost or self.options.supervised else None
-        where = resume and from_start(resume), from_start(self.job.output.directory), run, self._origin
+        where = resume and from_start(resume), self._ownership.directory, run, self._origin
         checkpoint = runtime.agree(
             "the checkpoint", lambda: newest_checkpoint(runtime, *where) if runtime.rank == 0 else None
         )
@@ -281,7 +281,7 @@ class _Run:
         own = source.step > (self._origin.step if self._origin else 0)  # made by this run
         again = own and (self._lost or (begin.first and bool(self.options.supervised)))
         if source.manifest and begin.first and not own:
-            self._unevaluated = lacks_evaluation(runtime, self.job, source.manifest)
+            self._unevaluated = lacks_evaluation(runtime, self._ownership.directory, source.manifest)
         return course_of(self.job, batches, source.step, again, self._unevaluated and not own)
 
     def _open_records(
@@ -371,7 +371,7 @@ class _Run:
         if self._records and self._deployment:
             self._records.close(self._deployment.course)
         if self._planned and self._planned.step and self._deployment and self._begun and self._begun.first:
-            learn(self.job, self._planned, self._deployment.plan, from_start(self.job.output.directory) / "log.h5")
+            learn(self.job, self._planned, self._deployment.plan, self._ownership.directory / "log.h5")
             share = self._planned.seconds / runtime.clock.now()
             print(f"planning    {self._planned.seconds:.1f} s, {100 * share:.0f} % of the run", flush=True)
 

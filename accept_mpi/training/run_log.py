@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data.calendar import Milestones, micro_batches_of
 from accept_mpi.errors import UserError, counted
-from accept_mpi.files.start_directory import from_start, near
+from accept_mpi.files.start_directory import near
 from accept_mpi.job import Job
 from accept_mpi.launch.ownership import Ownership, unwritable
 from accept_mpi.logs.format import Rows, rows_of
@@ -42,7 +42,7 @@ class RunLog:
     def __init__(self, runtime: Runtime, job: Job, quiet: bool, ownership: Ownership) -> None:
         """``ownership`` is taken as soon as the directory exists."""
         self._runtime, self._job, self._quiet, self._ownership = runtime, job, quiet, ownership
-        self.directory = from_start(job.output.directory)
+        self.directory = ownership.directory
         self.controller: Controller | None = None
         self.adapter: Adapter | None = None
         """Adapter of the present deployment, if plans adapt."""

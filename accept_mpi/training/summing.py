@@ -84,7 +84,7 @@ def check_hooks(stage: Stage, plan: Plan, rank: int, job: Job, shared: Callable[
     mine = plan.place(rank).stage
     ties = [one for one, at in _ties(plan, job, shared) if mine in at]
     sums = sees_sums(stage.parameters)
-    if wrong := [one for one in ties if sums or hooked([_copy_of(one, stage)])]:
+    if wrong := [one for one in ties if sums or hooked([copy_of(one, stage)])]:
         raise UserError(f"pipeline.cuts: {wrong[0].text}, and a parameter has hooks, so no cut may part them")
     if sums and updates_late(plan, job, shared):
         raise UserError(
@@ -93,7 +93,7 @@ def check_hooks(stage: Stage, plan: Plan, rank: int, job: Job, shared: Callable[
         )
 
 
-def _copy_of(one: Shared, stage: Stage) -> nn.Parameter:
+def copy_of(one: Shared, stage: Stage) -> nn.Parameter:
     """A stage's copy of a tied parameter."""
     layer, name = next(place for place in one.places if 0 <= place[0] - stage.start < len(stage.layers))
     return parameter_at(stage.layers[layer - stage.start], name)
@@ -126,7 +126,7 @@ def tied_parts(
         dealt = [[ranks.index(plan.stages[s].ranks[member]) for member in tables[s]] for s in backward]
         # Numbers beyond those of the stages' groups, and of what these learn of bases.
         group = Group(ranks, ranks.index(rank), 3 * len(plan.stages) + number, dealt, exact, backward.index(mine))
-        parameter = _copy_of(one, stage)
+        parameter = copy_of(one, stage)
         position = places[id(parameter)]
         at = next(n for n, of_stage in enumerate(stage.parameters) if of_stage is parameter)
         if at in stage.found.sparse:
