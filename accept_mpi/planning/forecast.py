@@ -5,7 +5,7 @@ polls while something large is being sent.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,9 +16,10 @@ from accept_mpi.codecs.coding import bits_of
 from accept_mpi.direction import Crossing, Direction
 from accept_mpi.job import ScheduleKind, flows
 from accept_mpi.logs.format import KINDS, TRACE, Rows
-from accept_mpi.pipeline.deal import Deal, early_sums, early_worth, of_member
-from accept_mpi.pipeline.schedule import Action, actions, max_in_flight, waits_for_sum
+from accept_mpi.pipeline.deal import Deal, early_sums, early_worth
+from accept_mpi.pipeline.schedule import Action, max_in_flight, waits_for_sum
 from accept_mpi.pipeline.simulator import Between, PackedSchedule, Simulated, action_seconds, simulate, simulate_packed
+from accept_mpi.planning.action_lists import ActionLists, packed
 from accept_mpi.planning.message_model import Traffic, message_seconds
 from accept_mpi.polling import POLL_AWAITED, POLL_IDLE
 from accept_mpi.profiling.cluster_profile import DeviceProfile, StageTimes
@@ -119,7 +120,6 @@ class Forecast:
         """The same for each rank, in all its lanes."""
         for rank, share in zip(self._ranks, self._shares, strict=True):
             self._rank_shares[rank] += share
-        self._packed: dict[int, PackedSchedule] = {}
         self._steps = _STEPS if self._micro_batches == micro_batches else 1
 
     def with_profiles(self, profiles: Sequence[StageTimes]) -> "Forecast":
@@ -245,16 +245,16 @@ class Forecast:
             counted = _STEADY if self._steps > 1 else 1
             steps = around + counted + around
         starts, ends = self._timed(steps, codecs)
-        packed = self._packed[steps]
+        lists = packed(self._lists(steps))
         begin, end = 0.0, float(ends.max())
         if around:
-            updates = packed.kinds == PackedSchedule.KINDS.index("U")
-            first, last = (ends[updates & (packed.steps == step)] for step in (around - 1, around + counted - 1))
+            updates = lists.kinds == PackedSchedule.KINDS.index("U")
+            first, last = (ends[updates & (lists.steps == step)] for step in (around - 1, around + counted - 1))
             # The slowest device counts: others may still be working off what it sent ahead while the pipeline filled.
             slowest = int((last - first).argmax())
             begin, end = float(first[slowest]), float(last[slowest])
         inside = np.maximum(0.0, np.minimum(ends, end) - np.maximum(starts, begin))
-        busy = np.add.reduceat(inside, packed.begins[:-1])
+        busy = np.add.reduceat(inside, lists.begins[:-1])
         seconds, left = (end - begin) / counted, self._all - self._micro_batches
         if left:
             each, load = self._each(codecs)
@@ -273,7 +273,7 @@ class Forecast:
 
     def trace(self, codecs: Mapping[Crossing, str], ranks: Sequence[int]) -> Rows:
         """A few simulated steps as rows of a log's trace (dtype ``logs.format.TRACE``). ``ranks``: each device's rank."""
-        walks, stages = list(self._actions(2 * self._around() + _STEADY)), self.groups.stages
+        walks, stages = list(self._lists(2 * self._around() + _STEADY).actions()), self.groups.stages
         run = self._run(walks, codecs)
         rows: list[tuple[object, ...]] = []
         for d, (walk, spans) in enumerate(zip(walks, run.spans, strict=True)):
@@ -307,13 +307,10 @@ class Forecast:
             return 1
         return 1 + -(-self._max_in_flight() // self._micro_batches)
 
-    def _actions(self, steps: int) -> Iterator[list[Action]]:
-        """Yield the actions of ``steps`` steps for one device after another."""
-        counts = [self._micro_batches] * steps
-        for s, devices in enumerate(self._held_by):
-            every = actions(self.kind, s, self._stages, counts, self._slack, widths=self._widths)
-            for member in range(len(devices)):
-                yield list(of_member(every, self._tables[s], member)) if len(devices) > 1 else every
+    def _lists(self, steps: int) -> ActionLists:
+        """The actions of ``steps`` steps."""
+        counts, tables = (self._micro_batches,) * steps, tuple(map(tuple, self._tables))
+        return ActionLists(self.kind, counts, self._slack, tuple(self._widths), tables, tuple(self.groups.stages))
 
     def _seconds(self, codecs: Mapping[Crossing, str]) -> tuple[F64, F64, F64]:
         """Seconds of F, B, W and U (devices, 4), of transfers (sending device, receiving device), and those of them for
@@ -381,12 +378,9 @@ class Forecast:
 
     def _timed(self, steps: int, codecs: Mapping[Crossing, str]) -> tuple[F64, F64]:
         """Starts and ends in seconds of all actions of ``steps`` steps, in the order of ``PackedSchedule``."""
-        if steps not in self._packed:
-            counts = [self._micro_batches] * steps
-            self._packed[steps] = PackedSchedule(self._actions(steps), counts, self.groups.stages)
         sums = np.array([self.sum_seconds(stage) for stage in range(self._stages)])
         compute, took, held = self._seconds(codecs)
-        return simulate_packed(self._packed[steps], compute, took, sums, held)
+        return simulate_packed(packed(self._lists(steps)), compute, took, sums, held)
 
     def _run(self, walks: list[list[Action]], codecs: Mapping[Crossing, str]) -> Simulated:
         compute, took, held = self._seconds(codecs)

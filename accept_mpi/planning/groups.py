@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -28,6 +29,7 @@ from accept_mpi.planning.forecast import sent_for_sum, sum_handling
 from accept_mpi.planning.formulation import NEVER
 from accept_mpi.planning.job_plan import open_plan
 from accept_mpi.planning.problem import F64, NoPlan, Problem, Solution, cost, few_edges, prefix_sums
+from accept_mpi.planning.refinement import is_short, refined
 from accept_mpi.planning.search import improve
 from accept_mpi.planning.ties import trained_in
 from accept_mpi.profiling.cluster_profile import ClusterProfile
@@ -71,16 +73,33 @@ def _summed(cluster: ClusterProfile, job: Job, sums: str, problems: Sequence[tup
             # Where a pipeline fills and drains at each step, the shortest step is not that of the least bottleneck.
             most = _MOST_ESTIMATED if problem.fill else _MOST_PROMISING
             divisions = [one.division for one in promising[:most]]
-        for seconds, division, solution in _solutions(maker, divisions, reached, 1.05)[:_MOST_ESTIMATED]:
-            if seconds * problem.real_micro_batches > best:
-                break  # what is simulated takes at least as long
-            plan = maker.plan(division, solution)
-            if plan not in found:
-                found[plan] = estimate(cluster, job, plan)
-            if fits(cluster, found[plan]):
-                best = min(best, found[plan].expected)
+        promising = _solutions(maker, divisions, reached, 1.05)[:_MOST_ESTIMATED]
+        few = is_short(problem)
+        found |= _estimated(maker, promising + (_alone(maker, divisions) if few else []), best, few)
     fitting = [one for one in found.values() if fits(cluster, one)]
     return sorted(fitting, key=lambda one: one.expected)
+
+
+def _estimated(maker: "_Groups", promising: Iterable["_Found"], best: float, few: bool) -> dict[Plan, Estimate]:
+    """Estimates of those that may come below ``best`` seconds per step; with ``few`` micro-batches, also of what small
+    changes to the fastest lead to."""
+    found: dict[Plan, Estimate] = {}
+
+    def seconds(division: Division, solution: Solution) -> float:
+        plan = maker.plan(division, solution)
+        if plan not in found:
+            found[plan] = estimate(maker.cluster, maker.job, plan)
+        return found[plan].expected if fits(maker.cluster, found[plan]) else math.inf
+
+    reached: dict[_Found, float] = {}
+    for one in promising:
+        if one.seconds * micro_batches_of(maker.job) <= best:  # what is simulated takes at least as long
+            reached[one] = seconds(one.division, one.solution)
+            best = min(best, reached[one])
+    if few and reached:
+        fastest = min(reached, key=lambda one: reached[one])
+        refined(maker.problem(fastest.division), fastest.solution, partial(seconds, fastest.division))
+    return found
 
 
 class _Found(NamedTuple):
@@ -107,6 +126,18 @@ def _solutions(maker: "_Groups", divisions: Iterable[Division], reached: float, 
         found.append(_Found(seconds, division, solution))
         reached = min(reached, seconds * within)
     return sorted(found, key=lambda one: one.seconds)
+
+
+def _alone(maker: "_Groups", divisions: Iterable[Division]) -> list[_Found]:
+    """Each group of these divisions as the only stage, all other devices idle; the fastest first."""
+    found: dict[Group, _Found] = {}
+    for division in divisions:
+        virtual = maker.problem(division)
+        for v, group in enumerate(division):
+            solution = Solution((v,), (0, virtual.layers), ())
+            if len(group) > 1 and group not in found and (reached := cost(virtual, solution)).fits:
+                found[group] = _Found(reached.bottleneck, division, solution)
+    return sorted(found.values(), key=lambda one: one.seconds)[:_MOST_ESTIMATED]
 
 
 def _divisions(cluster: ClusterProfile, problem: Problem) -> Iterator[Division]:
@@ -202,7 +233,7 @@ class _Groups:
         self, cluster: ClusterProfile, job: Job, problem: Problem, sums: str, edges: Sequence[int] | None = None
     ) -> None:
         """``edges``: where stages may begin and end; None: anywhere."""
-        self._cluster, self._job, self._sums = cluster, job, sums
+        self.cluster, self.job, self._sums = cluster, job, sums
         layers = cluster.outline.layers
         at = np.arange(len(layers) + 1) if edges is None else np.array(edges)
         self._problem = problem if edges is None else problem.coarse(edges)
@@ -231,7 +262,7 @@ class _Groups:
 
     def plan(self, division: Division, solution: Solution) -> Plan:
         """The plan of a solution, with each device's pace in its group."""
-        job = self._job
+        job = self.job
         groups = [division[v] for v in solution.devices]
         plan = open_plan(job, solution.edges[-1], solution.edges[1:-1], groups)
         stages = [
@@ -275,7 +306,7 @@ class _Groups:
             )
         members = list(group)
         never = self._alone | (problem.layer_seconds[members] >= NEVER).any(axis=0)  # what one must not get, no group gets
-        never |= any(self._cluster.devices[n].alone for n in members)
+        never |= any(self.cluster.devices[n].alone for n in members)
         each = np.where(never, NEVER, problem.layer_seconds[members])
         seconds = np.where(never, NEVER, 1 / (1 / np.maximum(each, 1e-15)).sum(axis=0))
         before = np.concatenate([np.zeros((len(members), 1)), each.cumsum(axis=1)], axis=1)
@@ -304,7 +335,7 @@ class _Groups:
     def _dealt(self, runs: F64, gradients: F64, members: Sequence[int]) -> F64:
         """Seconds per micro-batch of a group for layers i..j-1 (i, j): of its slowest member, with micro-batches dealt whole
         and gradients summed. ``runs`` (members, i, j): of one micro-batch on each member; ``gradients`` (i, j): bytes."""
-        problem, devices = self._problem, self._cluster.devices
+        problem, devices = self._problem, self.cluster.devices
         count = int(problem.real_micro_batches)
         exact, codec = self._sums == EXACT, gradient_codec(self._sums)
         wire = gradients * bits_of(codec) / 32
@@ -323,7 +354,7 @@ class _Groups:
         parts = wire * (len(members) - 1) / len(members)
         summing = 2 * parts / min(*pairs, float(links.min()))
         # Where a sum is not waited for, each member takes one more micro-batch meanwhile; else it may begin in B.
-        kind, last = self._job.pipeline.schedule, np.arange(len(self._gradients)) == len(self._gradients) - 1
+        kind, last = self.job.pipeline.schedule, np.arange(len(self._gradients)) == len(self._gradients) - 1
         waits, early = (np.where(last, says(kind, True), says(kind, False)) for says in (waits_for_sum, early_sums))
         meanwhile = np.minimum(runs.max(axis=0), ends.max(axis=0))
         shares_core = any(devices[m].shared for m in members)

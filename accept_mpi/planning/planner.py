@@ -25,6 +25,7 @@ from accept_mpi.planning.formulation import NEVER, problem_of, stage_counts
 from accept_mpi.planning.groups import hybrid_plans
 from accept_mpi.planning.job_plan import open_plan
 from accept_mpi.planning.problem import NoPlan, Problem, Solution, cost
+from accept_mpi.planning.refinement import is_short, refined
 from accept_mpi.planning.search import MOST_FEW, solve
 from accept_mpi.planning.ties import kept_together
 from accept_mpi.profiling.cluster_profile import ClusterProfile
@@ -242,6 +243,8 @@ def _searched(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate
         )
     best = _best(possible)
     problem = next(one for most, (one, _) in zip(counts, problems, strict=True) if most >= len(best[1].devices))
+    if is_short(problem):
+        best = _best(possible | _refined(problem, possible, cluster, job))
     best = _spared(problem, best, cluster, job)
     both = [(one, reached) for pair in problems for one, reached in zip(pair, (best[0].step, best[0].loaded), strict=True)]
     hybrid = next(iter(hybrid_plans(cluster, job, both)), None)
@@ -264,6 +267,24 @@ def _possible(
         if candidate not in found and reached.fits and reached.bottleneck < NEVER:
             found[candidate] = estimate(cluster, job, _as_plan(candidate, job))
     return found
+
+
+def _refined(
+    problem: Problem, possible: Mapping[Solution, Estimate], cluster: ClusterProfile, job: Job
+) -> dict[Solution, Estimate]:
+    """What changes to the fastest plans lead to; to one each of the two most promising numbers of stages, since most
+    changes keep that."""
+    known = dict(possible)
+
+    def seconds(plan: Solution) -> float:
+        if plan not in known:
+            known.update(_possible(problem, [plan], cluster, job))
+        return known[plan].expected if plan in known else np.inf
+
+    fastest = sorted(possible, key=seconds)
+    of_each = {len(plan.devices): plan for plan in reversed(fastest)}
+    starts = sorted(of_each.values(), key=seconds)[:3]
+    return {found: known[found] for found in (refined(problem, start, seconds) for start in starts)}
 
 
 def _best(possible: Mapping[Solution, Estimate]) -> tuple[Estimate, Solution]:

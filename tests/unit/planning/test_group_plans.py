@@ -184,16 +184,27 @@ def every_plan(devices: int, cuts: list[int], speeds: list[float]) -> list[Plan]
     return found
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("schedule", ["1f1b-async", "1f1b"])
-def test_against_all_plans(seed: int, schedule: str) -> None:
-    """Three devices, cuts at four places: nothing that can be simulated is much faster than what is found."""
+CASES = [
+    *((schedule, 8, seed) for schedule in ("1f1b-async", "1f1b") for seed in range(6)),
+    *(
+        (schedule, count, seed)
+        for schedule in ("1f1b", "1f1b-delayed", "zero-bubble")
+        for count in (2, 3)
+        for seed in range(8)
+    ),
+]
+
+
+@pytest.mark.parametrize(("schedule", "micro_batches", "seed"), CASES)
+def test_against_all_plans(schedule: str, micro_batches: int, seed: int) -> None:
+    """Three devices, cuts at four places: nothing that can be simulated is much faster than what is found. With fewer
+    micro-batches than devices a pipeline is never full, so that the slowest stage is not what decides."""
     rng = np.random.default_rng(seed)
     speeds = rng.choice([1.0, 1.0, 2.0, 4.0], 3).tolist()
     layers = rng.uniform(0.1, 3, LAYERS)
     possible = [2, 5, 6, 9]
     fleet = uneven(*speeds, layers=layers.tolist(), rate=float(rng.choice([1e6, 1e9])))
-    wanted = job(ON, f"pipeline.schedule={schedule}")
+    wanted = job(ON, f"pipeline.schedule={schedule}", f"train.micro_batches={micro_batches}")
     best: Estimate | None = None
     for plan in every_plan(3, possible, speeds):
         one = estimate(fleet, wanted, plan)
