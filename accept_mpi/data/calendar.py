@@ -91,6 +91,10 @@ class Calendar:
         """Number of samples of each micro-batch of ``step``."""
         return micro_batch_sizes(min(self.batch_size, self.samples - self.position(step).seen), self.micro)
 
+    def count(self, step: int) -> int:
+        """Number of micro-batches of a step."""
+        return len(self.sizes(step))
+
     def every_size(self) -> set[int]:
         """All numbers of samples that micro-batches will have, in full batches and at the ends of epochs."""
         later = self.since.step + self._rest

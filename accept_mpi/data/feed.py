@@ -138,7 +138,7 @@ class Feed:
         if self._compares:
             sums = self._sums.setdefault(step, {})
             sums[k] = checksum(found.targets)
-            if all(one in sums for one in range(len(self._batches.sizes(step))) if self._is_mine(one)):
+            if all(one in sums for one in range(self._batches.count(step)) if self._is_mine(one)):
                 self._drawn.tell(step, self._sums.pop(step))
         return found
 

@@ -53,7 +53,7 @@ from accept_mpi.training.data_here import Data, Known, agree_on_data, turns
 from accept_mpi.training.lanes import Computing, InTurn, LaneThreads, threads_of
 from accept_mpi.training.reports import Reports
 from accept_mpi.training.stage_channels import channels_to
-from accept_mpi.training.summing import check_hooks, summed_gradients, updates_late
+from accept_mpi.training.summing import Summing
 from accept_mpi.training.tried import Tried
 from accept_mpi.training.worker import Services, Worker
 
@@ -162,7 +162,7 @@ class Deployment:
 
     def _prepare_backwards(self) -> None:
         """Raises UserError if the stage's layers do not allow what backwards are to do."""
-        check_hooks(self.stage, self.plan, self.runtime.rank, self.job, self.state.chain.shared)
+        self._summing.check_hooks(self.stage)
         if self.plan.stages[self.place.stage].recompute:
             self.stage.compute_again()
 
@@ -180,6 +180,11 @@ class Deployment:
         if lanes not in (1, "F+B") and stage.statistics is None:
             stage.join_group()
         return ""
+
+    @property
+    def _summing(self) -> Summing:
+        """What this rank sums with others."""
+        return Summing(self.plan, self.runtime.rank, self.job, self.state.chain.shared)
 
     @property
     def _coding_ahead(self) -> Coding:
@@ -215,18 +220,11 @@ class Deployment:
         self._tables = [self._table(stage) for stage in self.plan.stages]
         agreed, bases = self._signatures, self.stage.bases
         self._channels = channels_to(plane, self.job, self.plan, place, self._tables, self.batches.most, *agreed, bases.at)
-        late = updates_late(self.plan, self.job, state.chain.shared)
-
-        def count_of(step: int) -> int:
-            return len(self.batches.sizes(step))
-
-        self._member = summed_gradients(
-            plane, self.stage, self.plan, runtime.rank, self._tables, self.job, state.chain.shared,
-            count_of, late,
-        )  # fmt: skip
+        summing, count_of = self._summing, self.batches.count
+        self._member = summing.connect(plane, self.stage, self._tables, count_of)
         flow = self._late if flows(self.job.pipeline.schedule) else 0
         self._learn = BasisLearning(plane, bases, self.plan, place, self._tables, count_of, flow)
-        self._clipping = self._clips(plane, late)
+        self._clipping = self._clips(plane, summing.late)
         leader = None if self.place.leads else self.plan.stages[-1].leader
         self._reports = Reports(self.batches, runtime.clock, leader, plane.post, state.told, state.loss.metrics)
         if state.speed is None and self.job.pipeline.adapt:

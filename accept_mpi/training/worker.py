@@ -154,7 +154,7 @@ class Worker:
         """Carry out the actions of one segment, from an empty pipeline to an empty one. ``steps``: the run's last step."""
         pipeline, slack = self.job.pipeline, self._slack
         samples: dict[int, tuple[Any, list[int]]] = {}  # indices and sizes of micro-batches, of the steps under way
-        counts = [len(self.batches.sizes(step)) for step in segment]
+        counts = [self.batches.count(step) for step in segment]
         plan = schedule_walk(
             pipeline.schedule, self.s, self.stages, counts, slack, pipeline.vertical_sync, self._widths,
             updates="usual" if self._clipping is None else "late" if self._clipping.early else "prompt",
@@ -349,7 +349,7 @@ class Worker:
                 self.stage.update(lr, version, self._scale, clip)
         if self.place.last:
             self._reports.add(step + 1, False, self._results.pop(step, {}))
-            self._reports.made(step + 1, False, len(self.batches.sizes(step)), lr)
+            self._reports.made(step + 1, False, self.batches.count(step), lr)
         if time.monotonic() - self._traced > _TRACE_SECONDS:
             self.ship_trace()
 
