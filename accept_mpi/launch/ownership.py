@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import sys
+import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -99,6 +100,21 @@ class Ownership:
     def __init__(self, directory: Path, run: str, supervised: bool) -> None:
         self.directory, self.run = directory, run
         self._locks = [Lock(directory, what) for what in (("run",) if supervised else ("launch", "run"))]
+
+    def begin(self) -> None:
+        """Take the locks if the directory is there; else see whether it can be made, as far as can be told without making
+        it: a job that is refused leaves none. Raises UserError."""
+        if os.path.isdir(self.directory):
+            self.take()
+            return
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                self.directory.lstat()
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            above = next(path for path in self.directory.parents if os.path.lexists(path))
+            os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=above))
+        except OSError as error:
+            raise unwritable(self.directory, error) from error
 
     def take(self) -> None:
         """Take the locks. The directory must exist. Raises UserError if another run has it or it is not writable."""

@@ -76,8 +76,7 @@ def own(runtime: Runtime, directory: Path, supervised: RunIdentity | None) -> It
     mine = supervised.name if supervised else secrets.token_hex(8)
     run = runtime.messenger.broadcast(mine, runtime.startup_seconds, "the run's name")
     ownership = Ownership(directory, run, supervised is not None)
-    here = runtime.rank == 0 and os.path.isdir(directory)  # also of a name that is too long
-    runtime.agree("the output directory", lambda: ownership.take() if here else None)
+    runtime.agree("the output directory", lambda: ownership.begin() if runtime.rank == 0 else None)
     try:
         yield ownership
     finally:

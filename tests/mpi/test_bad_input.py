@@ -43,6 +43,7 @@ learned = nn.PReLU()
 def no_pairs(): return [torch.randn(3, 8, 8)] * 40, [torch.randn(3, 8, 8)] * 8
 """
 
+BROKEN = ["--set", "data.name=bad:ends", "--set", "data.args={}"]  # what is found later
 TWO_RANKS = [  # job keys, extra arguments, what is said
     ({}, ["--set", "train.epoch=3"], 'unknown key "train.epoch"; did you mean "epochs"?'),
     ({}, ["--set", "model.name=cnm"], 'model.name: unknown name "cnm"; did you mean "cnn"?'),
@@ -54,13 +55,17 @@ TWO_RANKS = [  # job keys, extra arguments, what is said
     ({}, ["--set", "pipeline.gradients=float7"], 'pipeline.gradients: unknown codec "float7"'),
     ({}, ["--set", "pipeline.cuts=[9]"], "cuts [9] leave a stage empty"),
     ({}, ["--set", "data.name=cifar10", "--set", 'data.args={path="nope"}'], "there is no file or directory nope"),
-    ({}, ["--set", "output.directory=/proc/nope"], "output.directory: cannot write to /proc/nope"),
-    ({}, ["--set", "output.directory=" + "x" * 300], "x: File name too long"),
-    ({}, ["--set", "output.directory=lost/run"], "cannot write to lost/run: lost is a link to nowhere, which is not there"),
-    ({}, ["--set", "output.directory=bad.py"], "cannot write to bad.py: bad.py is not a directory"),
-    ({}, ["--set", "output.directory=bad.py/run"], "cannot write to bad.py/run: bad.py is not a directory"),
+    ({}, ["--set", "output.directory=/proc/nope", *BROKEN], "output.directory: cannot write to /proc/nope"),
+    ({}, ["--set", "output.directory=" + "x" * 300, *BROKEN], "x: File name too long"),
+    (
+        {},
+        ["--set", "output.directory=lost/run", *BROKEN],
+        "cannot write to lost/run: lost is a link to nowhere, which is not",
+    ),
+    ({}, ["--set", "output.directory=bad.py", *BROKEN], "cannot write to bad.py: bad.py is not a directory"),
+    ({}, ["--set", "output.directory=bad.py/run", *BROKEN], "cannot write to bad.py/run: bad.py is not a directory"),
     ({}, ["--resume", "nowhere"], "nowhere: neither a checkpoint nor a run with one"),
-    ({}, ["--set", "data.name=bad:ends", "--set", "data.args={}"], "failed: SystemExit: two lines of \\x1b[31mred"),
+    ({}, BROKEN, "failed: SystemExit: two lines of \\x1b[31mred"),
     ({}, ["--set", "train.loss=hinge"], 'train.loss: unknown name "hinge"'),
     ({}, ["--set", 'train.metrics=["bad:three_classes"]'], 'train.metrics: "bad:three_classes" cannot take what the model'),
     ({}, ["--set", "train.optimizer.nesterov=true", "--set", "train.optimizer.momentum=0"], "nesterov = true needs"),

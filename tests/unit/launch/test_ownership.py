@@ -106,3 +106,17 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / ".owner-run").symlink_to("/dev/zero")
     with pytest.raises(UserError, match="cannot write to"):
         Ownership(tmp_path, "one", True).take()
+
+
+def test_whether_a_directory_can_be_made_is_told_without_making_it(tmp_path: Path) -> None:
+    Ownership(tmp_path / "a" / "b", "one", True).begin()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    for wrong, why in (
+        (tmp_path / "file", "file is not a directory"), (tmp_path / "file" / "a", "file is not a directory"),
+        (tmp_path / "link", "is a link to nowhere"), (tmp_path / "link" / "a", "is a link to nowhere"),
+        (tmp_path / ("x" * 300), "File name too long"), (Path("/proc/a/b"), "cannot write to /proc/a/b"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=why):
+            Ownership(wrong, "one", True).begin()
