@@ -272,7 +272,7 @@ def _possible(
 def _refined(
     problem: Problem, possible: Mapping[Solution, Estimate], cluster: ClusterProfile, job: Job
 ) -> dict[Solution, Estimate]:
-    """What changes to the fastest plans lead to; to one each of the two most promising numbers of stages, since most
+    """What changes to the fastest plans lead to: to one of each of the three most promising numbers of stages, since most
     changes keep that."""
     known = dict(possible)
 

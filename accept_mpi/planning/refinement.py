@@ -6,7 +6,6 @@ fewer micro-batches than it takes to fill a pipeline, gaps decide instead, and w
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from accept_mpi.planning.problem import Problem, Solution, cost
 
@@ -14,6 +13,8 @@ _ENOUGH = 3
 """With this many micro-batches for each stage that there could be, the search needs no help."""
 _WORTH = 0.995
 """A change must shorten the step to this share."""
+_PARTS = 8
+"""A stage more is tried with these parts of another one's layers."""
 _MOST = 30
 """Plans that are simulated at most from one plan on."""
 
@@ -50,42 +51,39 @@ def _bound(problem: Problem, plan: Solution) -> tuple[float, float]:
 
 
 def _neighbours(problem: Problem, plan: Solution) -> Iterator[Solution]:
-    """Yield the plans with one stage less, one device more or another one, or one cut elsewhere."""
-    stages, layers = len(plan.devices), problem.layers
-    idle = [n for n in range(problem.devices) if n not in plan.devices]
-    for s, cut in itertools.product(range(stages), range(1, stages)):
+    """Yield the plans with one stage less or more, another device, or one cut elsewhere; with the codecs of the fewest bits,
+    so that no link seems slower than it need be."""
+    codec = int(problem.bytes_per_value.argmin())
+    for devices, edges in _changed(problem, list(plan.devices), list(plan.edges)):
+        yield Solution(tuple(devices), tuple(edges), (codec,) * (len(devices) - 1))
+
+
+def _changed(problem: Problem, devices: list[int], edges: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield these devices and edges (``Solution``), changed in one place."""
+    stages = range(len(devices))
+    idle = [n for n in range(problem.devices) if n not in devices]
+    for s, cut in itertools.product(stages, stages[1:]):
         if cut in (s, s + 1):  # stage s goes, and so does the cut in front of it or behind it
-            yield _without(plan, s, cut)
-    for s, device in itertools.product(range(stages), idle):
-        yield replace(plan, devices=(*plan.devices[:s], device, *plan.devices[s + 1 :]))
-    for s, t in itertools.combinations(range(stages), 2):
-        order = list(plan.devices)
-        order[s], order[t] = order[t], order[s]
-        yield replace(plan, devices=tuple(order))
-    moves = [way << n for n in range(layers.bit_length()) for way in (-1, 1)]
-    for cut, move in itertools.product(range(1, stages), moves):
-        to = plan.edges[cut] + move
-        if plan.edges[cut - 1] < to < plan.edges[cut + 1]:
-            yield replace(plan, edges=(*plan.edges[:cut], to, *plan.edges[cut + 1 :]))
-    for s, device, eighths in itertools.product(range(stages + 1), idle, range(1, 8)):
-        yield from _with(plan, s, device, eighths / 8)
+            yield devices[:s] + devices[s + 1 :], edges[:cut] + edges[cut + 1 :]
+    for s, device in itertools.product(stages, idle):
+        yield [*devices[:s], device, *devices[s + 1 :]], edges
+    for s, t in itertools.combinations(stages, 2):
+        yield [*devices[:s], devices[t], *devices[s + 1 : t], devices[s], *devices[t + 1 :]], edges
+    moves = [way << n for n in range(problem.layers.bit_length()) for way in (-1, 1)]
+    for cut, move in itertools.product(stages[1:], moves):
+        if edges[cut - 1] < edges[cut] + move < edges[cut + 1]:
+            yield devices, [*edges[:cut], edges[cut] + move, *edges[cut + 1 :]]
+    for place, device in itertools.product(range(len(devices) + 1), idle):
+        for more in _with_stage(edges, place):
+            if all(a < b for a, b in itertools.pairwise(more)):
+                yield [*devices[:place], device, *devices[place:]], more
 
 
-def _with(plan: Solution, s: int, device: int, share: float) -> Iterator[Solution]:
-    """Yield the plan with ``device`` before stage ``s`` (or at the end), between a stage and what it parts with: the layers
-    behind ``share`` of them."""
-    for split in {max(s - 1, 0), min(s, len(plan.devices) - 1)}:
-        start, stop = plan.edges[split], plan.edges[split + 1]
-        if start < (at := start + round(share * (stop - start))) < stop:
-            edges = (*plan.edges[: split + 1], at, *plan.edges[split + 1 :])
-            codecs = (*plan.codecs[:split], 0, *plan.codecs[split:])
-            yield Solution((*plan.devices[:s], device, *plan.devices[s:]), edges, codecs)
-
-
-def _without(plan: Solution, s: int, cut: int) -> Solution:
-    """The plan without stage ``s`` and without cut number ``cut``."""
-    return Solution(
-        (*plan.devices[:s], *plan.devices[s + 1 :]),
-        (*plan.edges[:cut], *plan.edges[cut + 1 :]),
-        (*plan.codecs[: cut - 1], *plan.codecs[cut:]),
-    )
+def _with_stage(edges: list[int], place: int) -> Iterator[list[int]]:
+    """Yield edges with one more stage at ``place``: all others give it a part of their layers, or one next to it does."""
+    stages = len(edges) - 1
+    yield [(stages * edges[n - (n > place)] + (n > place) * edges[-1]) // (stages + 1) for n in range(stages + 2)]
+    for s in {max(place - 1, 0), min(place, stages - 1)}:
+        for part in range(1, _PARTS):
+            cut = edges[s] + round(part / _PARTS * (edges[s + 1] - edges[s]))
+            yield [*edges[: s + 1], cut, *edges[s + 1 :]]

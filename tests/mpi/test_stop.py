@@ -222,7 +222,7 @@ def test_a_killed_supervisor_and_two_runs_in_one_directory(tmp_path: Path) -> No
         wait_for_step(tmp_path / "run", 10, process)
         before = sorted((tmp_path / "run").rglob("*"))
         for how in ("launch", "mpirun"):
-            done = finish(command_of(how, job), tmp_path, {}, 60)
+            done = finish(command_of(how, job), tmp_path, {}, HANGS)
             assert done.code == 2, done.out
             assert re.search(
                 rf"^accept_mpi: .*is in use by process \d+ on host {socket.gethostname()} since 20", done.out
@@ -233,7 +233,7 @@ def test_a_killed_supervisor_and_two_runs_in_one_directory(tmp_path: Path) -> No
         close()
     first = Checkpoint(tmp_path / "run").manifest.step  # mpirun asked its ranks to end
     last = f"train.steps={first + 2}"
-    done = finish([*command_of("alone", job), "--resume", "run", "--set", last], tmp_path, {}, 60)
+    done = finish([*command_of("alone", job), "--resume", "run", "--set", last], tmp_path, {}, HANGS)
     assert done.code == 0, done.out
 
 
@@ -245,7 +245,7 @@ def test_ranks_end_with_mpirun(tmp_path: Path) -> None:
     )  # fmt: skip
     wait_for_step(tmp_path / "run", 10, process)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANGS)
     until_all_have_ended(tmp_path)
 
 
