@@ -2,6 +2,7 @@
 
 import codecs
 import difflib
+import functools
 import json
 import os
 import re
@@ -81,30 +82,37 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
 def _override_all(tree: dict[str, Any], overrides: Iterable[str]) -> None:
     given: dict[str, Any] = {}
     for override in overrides:
+        keys, value = _parts(override)
+        if value == "null" and not _has(tree, keys):
+            _check_keys(functools.reduce(lambda inside, key: {key: inside}, keys[::-1], {}), Job, f"--set {override}", "")
         for table in (tree, given):
-            _override(table, override)
+            _override(table, keys, value, override)
     for pair in _EITHER:
         for one, other in (pair, pair[::-1]):
             if _has(given, one) and not _has(given, other) and _has(tree, other):
                 del _table(tree, other[:-1])[other[-1]]
 
 
-def _override(tree: dict[str, Any], override: str) -> None:
+def _parts(override: str) -> tuple[list[str], str]:
+    """The keys and the value of "section.key=value"."""
     path, equals, value = override.partition("=")
-    if not equals or not path.strip():
+    keys = [part.strip() for part in path.split(".")]
+    if not equals or not all(keys):
         raise UserError(f'--set {override}: expected "section.key=value"')
-    *sections, key = (part.strip() for part in path.split("."))
-    if not all((*sections, key)):
-        raise UserError(f'--set {override}: expected "section.key=value"')
+    return keys, value.strip()
+
+
+def _override(tree: dict[str, Any], keys: Sequence[str], value: str, override: str) -> None:
+    *sections, key = keys
     table = tree
     for section in sections:
-        table = table.setdefault(section, {})
+        table = table.get(section, {}) if value == "null" else table.setdefault(section, {})
         if not isinstance(table, dict):
             raise UserError(f'--set {override}: "{section}" is not a table')
-    if value.strip() == "null":
+    if value == "null":
         table.pop(key, None)
         return
-    is_text, as_text = _takes_text(".".join((*sections, key))), {"value": value.strip()}
+    is_text, as_text = _takes_text(".".join(keys)), {"value": value}
     try:
         found = loads(f"value = {value}")
     except tomllib.TOMLDecodeError:

@@ -58,6 +58,20 @@ def test_an_override_drops_the_key_that_says_the_same(text: str, override: str, 
     assert (job.train.steps, job.train.epochs, job.lr) == expected
 
 
+def test_what_is_taken_out_is_a_key() -> None:
+    """A misspelt key in --set KEY=null left the key itself in the job, without a word."""
+    text = GOOD.replace("steps = 3", "steps = 3\nclip_norm = 1.0\nclip_nom = 2.0")
+    with pytest.raises(
+        UserError, match=r'--set train\.clipnorm=null: unknown key "train\.clipnorm"; did you mean "clip_norm"'
+    ):
+        parse(GOOD, "job.toml", ["train.clipnorm=null"])
+    assert parse(text, "job.toml", ["train.clip_nom=null"]).train.clip_norm == 1.0  # a mistake of the file's
+    free = ["train.clip_nom=null", "train.clip_norm=null", "train.lora.rank=null", "model.args.width=null"]
+    job = parse(text, "job.toml", free)
+    assert job.train.clip_norm is None
+    assert job.train.lora is None
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
