@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live as LiveDisplay
 from rich.progress_bar import ProgressBar
@@ -25,7 +26,7 @@ from accept_mpi.logs.reader import log_in
 _EVERY = 1.0  # seconds
 _SILENT = 60.0  # seconds after which a log that no process writes is of a run that has ended
 _GONE = "ended before its last step"
-_LEAST, _BESIDE = 20, 52  # characters of a timeline, at least, and of what stands beside it
+_LEAST, _BETWEEN = 20, 2  # characters of a timeline, at least, and in front of it
 _COLOURS = {"F": "blue", "B": "yellow", "W": "magenta", "U": "green", "E": "white"}
 
 
@@ -87,7 +88,7 @@ def on_terminal(path: Path) -> int:
     try:
         console = Console()
         if not sys.stdout.isatty():
-            console.print(_shown(_state(live), console.width))
+            console.print(_shown(_state(live), console))
             return 0
         with LiveDisplay(console=console, refresh_per_second=4) as display:
             shown = Group()
@@ -97,7 +98,7 @@ def on_terminal(path: Path) -> int:
                 except (UserError, OSError) as error:  # another run is about to begin under the same name
                     display.update(Group(shown, Text(str(error))))
                 else:
-                    shown = _shown(state, console.width)
+                    shown = _shown(state, console)
                     display.update(shown)
                     if state["over"] or state["gone"]:
                         return 0
@@ -113,8 +114,7 @@ def _state(live: Live) -> dict[str, Any]:
     return state | {"gone": not state["over"] and silent and not is_held(live.path.parent)}
 
 
-def _shown(state: dict[str, Any], columns: int) -> Group:
-    width = max(_LEAST, columns - _BESIDE)
+def _shown(state: dict[str, Any], console: Console) -> Group:
     loss = state["loss"][-1][1] if state["loss"] else None
     left = "done" if state["over"] else f"{duration(state['left'])} left" if state["left"] is not None else ""
     left = _GONE if state["gone"] else left
@@ -129,27 +129,40 @@ def _shown(state: dict[str, Any], columns: int) -> Group:
     for name, points in state["metrics"].items():
         figures.append(f"   {name} {_text(points[-1][1])}")
     bar = Table.grid()
-    bar.add_row(ProgressBar(total=max(1, state["steps"]), completed=state["step"], width=min(60, columns)))
-    stages = Table(box=None, pad_edge=False)
-    for name in ("stage", "host", "layers", "computing", f"the newest {state['window'][1] - state['window'][0]:.2f} s"):
-        stages.add_column(name, justify="right" if name in ("stage", "computing") else "left", no_wrap=True)
-    for rank in state["ranks"]:
-        busy = "" if rank["busy"] is None else f"{100 * rank['busy']:.0f} %"
-        where = f"{rank['host']} (rank {rank['rank']})"
-        stages.add_row(
-            str(rank["stage"]), where, f"{rank['first']}..{rank['last']}", busy, _strip(state, rank["rank"], width)
-        )
+    bar.add_row(ProgressBar(total=max(1, state["steps"]), completed=state["step"], width=min(60, console.width)))
     links = [
         f"{one['boundary']} {'>' if one['way'] == 'forward' else '<'} {one['boundary'] + 1}  {_text(one['mbit'], 1)} Mbit/s"
         for one in state["links"]
     ]
     events = [f"{_text(at, 1):>8} s  step {step}  {text}" for at, step, text in state["events"][:5]]
-    legend = Text.assemble(*((f"{kind} ", colour) for kind, colour in _COLOURS.items()))
-    return Group(head, bar, figures, Text(), stages, legend, Text("   ".join(links)), Text(), *map(Text, events))
+    return Group(head, bar, figures, Text(), *_stages(state, console), Text("   ".join(links)), Text(), *map(Text, events))
 
 
-def _strip(state: dict[str, Any], rank: int, width: int) -> Text:
-    """A rank's timeline: each character is what most of its time went into."""
+def _stages(state: dict[str, Any], console: Console) -> list[Table | Text]:
+    """A table of the stages, with their timelines and a legend of those if the console has room for them."""
+    head = ["stage", "host", "layers", "computing"]
+    rows: list[list[str | Text]] = []
+    for rank in state["ranks"]:
+        busy = "" if rank["busy"] is None else f"{100 * rank['busy']:.0f} %"
+        rows.append([str(rank["stage"]), f"{rank['host']} (rank {rank['rank']})", f"{rank['first']}..{rank['last']}", busy])
+    width = console.width - sum(max(map(cell_len, map(str, cells))) + _BETWEEN for cells in zip(head, *rows, strict=True))
+    legend = []
+    if width >= _LEAST:
+        coloured = _unicode() and console.color_system is not None and not console.no_color
+        for rank, row in zip(state["ranks"], rows, strict=True):
+            row.append(_strip(state, rank["rank"], width, coloured))
+        head.append(f"the newest {state['window'][1] - state['window'][0]:.2f} s")
+        legend.append(Text.assemble(*((f"{kind} ", colour) for kind, colour in _COLOURS.items())))
+    table = Table(box=None, pad_edge=False, padding=(0, _BETWEEN, 0, 0), show_edge=False)
+    for name in head:
+        table.add_column(name, justify="right" if name in ("stage", "computing") else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return [table, *legend]
+
+
+def _strip(state: dict[str, Any], rank: int, width: int, coloured: bool) -> Text:
+    """A rank's timeline: each character is what most of its time went into, a block in its colour or a letter."""
     begin, end = state["window"]
     each = max(end - begin, 1e-9) / width
     shares: list[dict[str, float]] = [{} for _ in range(width)]
@@ -162,7 +175,7 @@ def _strip(state: dict[str, Any], rank: int, width: int) -> Text:
     found = Text()
     for share in shares:
         kind = max(share, key=lambda one: share[one]) if share and sum(share.values()) > each / 2 else ""
-        found.append("█" if kind and _unicode() else kind or "·" if _unicode() else kind or ".", _COLOURS.get(kind, "dim"))
+        found.append("█" if kind and coloured else kind or ("·" if _unicode() else "."), _COLOURS.get(kind, "dim"))
     return found
 
 

@@ -84,7 +84,7 @@ def test_on_the_terminal(run: Path) -> None:
     more = environment() | {"COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run(command, env=more, capture_output=True, text=True, timeout=HANGS, check=True)
     assert f"cnn on digits  1f1b, step {STEPS} of {STEPS}, done" in done.stdout
-    assert re.search(r"1  \S+ \(rank 1\)  2\.\.4 +\d+ %  [█·]{20,}", done.stdout)
+    assert re.search(r"1  \S+ \(rank 1\)  2\.\.4 +\d+ %  [FBUE·]{20,}", done.stdout)
 
 
 def test_a_run_of_which_no_process_is_left(run: Path, tmp_path: Path) -> None:

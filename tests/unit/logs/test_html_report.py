@@ -1,16 +1,20 @@
 """Timeline figures, Chrome's trace, pictures and the page, from a log with a simulated pipeline in it."""
 
+import io
 import json
+import re
 import struct
 import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 from conftest import environment
+from rich.console import Console
 
 from accept_mpi.cli import main, watch
 from accept_mpi.errors import UserError
@@ -179,6 +183,36 @@ def test_the_terminal_goes_on_while_a_log_is_replaced(tmp_path: Path, monkeypatc
     monkeypatch.setattr(watch.sys.stdout, "isatty", lambda: True, raising=False)
     assert watch.on_terminal(path) == 0
     assert next(looks, "all") == "all"
+
+
+@pytest.mark.parametrize(
+    ("columns", "host", "colours", "timeline"),
+    [
+        (40, "pi", None, ""),
+        (90, "raspberrypi-in-the-attic.lan", None, "FB·"),
+        (80, "pi", None, "FB·"),
+        (80, "pi", "standard", "█·"),
+    ],
+)
+def test_terminals_of_all_widths_with_and_without_colours(
+    log: Path, columns: int, host: str, colours: Any, timeline: str
+) -> None:
+    """Stages and layers were dots on narrow terminals, and beside long names of hosts; F and B the same block without
+    colours, as in a pipe."""
+    live = Live(log)
+    state = live.state() | {"gone": False}
+    live.close()
+    for rank in state["ranks"]:
+        rank["host"] = host
+    out = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    console = Console(width=columns, file=out, color_system=colours, force_terminal=bool(colours), legacy_windows=False)
+    console.print(watch._shown(state, console))
+    out.seek(0)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", out.read()).split("\n")
+    assert max(map(len, lines)) <= columns
+    found = [line for line in lines if re.match(rf" +\d  {host} \(rank \d\)  \d\.\.\d", line)]
+    assert len(found) == STAGES
+    assert {*"".join(line.rpartition("%  ")[2] for line in found if "%  " in line)} == {*timeline}
 
 
 @pytest.mark.parametrize(("steps", "sign", "most"), [(9, 1, 100), (90, -1, 30)])
