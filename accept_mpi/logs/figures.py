@@ -180,7 +180,7 @@ def draw_loss(path: Path, steps: Rows, evaluations: Rows) -> None:
         handles.append(right.lines[0])
         labels.append("test accuracy")
     axes.spines["top"].set_visible(False)
-    axes.legend(handles, labels, frameon=False, loc="center right")
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(handles), frameon=False)
     axes.grid(alpha=0.25)
     figure.savefig(path, dpi=130)
     plt.close(figure)

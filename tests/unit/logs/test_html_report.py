@@ -217,7 +217,7 @@ def test_terminals_of_all_widths_with_and_without_colours(
 
 @pytest.mark.parametrize(("steps", "sign", "most"), [(9, 1, 100), (90, -1, 30)])
 def test_the_loss_curve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: int, sign: int, most: int) -> None:
-    """Negative losses are seen, and the mean tells of all the steps that it spans."""
+    """Negative losses are seen, the mean tells of all the steps that it spans, and nothing lies over the curves."""
     monkeypatch.setattr(figures, "_MOST_POINTS", most)
     monkeypatch.setattr(figures, "_MANY", 20)
     seen: dict = {}
@@ -228,7 +228,9 @@ def test_the_loss_curve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: 
     low, high = seen["axes"].get_ylim()
     assert low <= curve["loss"].min() * 0.5 if sign < 0 else low == 0
     assert high >= 0
-    labels = [text.get_text() for text in seen["axes"].get_legend().get_texts()]
+    (legend,) = seen["axes"].figure.legends
+    assert not legend.get_window_extent().overlaps(seen["axes"].get_window_extent())  # it lay over the curves
+    labels = [text.get_text() for text in legend.get_texts()]
     assert labels == (["training loss, mean over 15 steps"] if steps > 20 else ["training loss"])
 
 
