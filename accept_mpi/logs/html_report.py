@@ -25,8 +25,9 @@ _STEPS = 3  # in the timeline, at most
 def write_report(log: Path, out: Path | None = None) -> list[Path]:
     """Write timeline.png, loss.png, report.html and, if the plan changed, course.png into ``out``; returns their paths.
 
-    ``out`` defaults to the log's folder. A picture without data (the run ended before its first step) is left out, and the
-    page says so. Raises UserError if the log cannot be read or the report cannot be written.
+    ``out`` defaults to the log's folder, where pictures of an earlier run do not stay. A picture without data (the run ended
+    before its first step) is left out, and the page says so. Raises UserError if the log cannot be read or the report cannot
+    be written.
     """
     pyplot()  # fail before anything is written
     folder = out or log_in(log).parent
@@ -53,6 +54,9 @@ def write_report(log: Path, out: Path | None = None) -> list[Path]:
         if len(tables["steps"]):
             written.append(_beside(folder / "loss.png", lambda p: draw_loss(p, tables["steps"], tables["evals"])))
         page = _page(facts, tables, created, (start, end), {path.stem: path for path in written})
+        for name in ("timeline.png", "course.png", "loss.png") if out is None else ():
+            if folder / name not in written:
+                (folder / name).unlink(missing_ok=True)
         written.append(_beside(folder / "report.html", lambda p: p.write_text(page, "utf-8", "backslashreplace")))
     except OSError as error:
         why = "it is not a directory" if folder.exists() and not folder.is_dir() else error.strerror or error

@@ -379,8 +379,16 @@ def test_the_window_avoids_steps_that_were_made_twice() -> None:
 def test_report_of_a_run_that_ended_at_once(tmp_path: Path) -> None:
     job = {"model": {"name": "cnn"}, "data": {"name": "digits"}, "pipeline": {"schedule": "1f1b"}}
     LogWriter(tmp_path / "log.h5", json.dumps(job), make_plan(6, [2, 4]).to_json(), {"versions": {}}).close()
+    pictures = ("timeline.png", "course.png", "loss.png")
+    for folder in (tmp_path, tmp_path / "mine"):
+        folder.mkdir(exist_ok=True)
+        for name in pictures:  # of an earlier run in this directory, whose loss of a rank seemed to be this one's
+            (folder / name).write_text("earlier")
     assert main(["report", str(tmp_path / "log.h5")]) == 0
     assert "No step was finished" in (tmp_path / "report.html").read_text()
+    assert not any((tmp_path / name).exists() for name in pictures)
+    assert main(["report", str(tmp_path / "log.h5"), "--out", str(tmp_path / "mine")]) == 0
+    assert all((tmp_path / "mine" / name).exists() for name in pictures)
 
 
 def test_mistakes(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
