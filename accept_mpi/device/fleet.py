@@ -147,14 +147,14 @@ def _expand(given: dict[str, Any], at: str) -> Iterator[Host]:
     if not name or not re.fullmatch(r"[a-z][a-z0-9-]{0,40}", name):
         raise UserError(f"{at}: name = {name!r}: expected small letters, digits and hyphens")
     cpu, threads, link = float(given.get("cpu", 1.0)), given.get("threads", 1), given.get("link")
+    if not 1 <= threads <= _MOST_THREADS or count < 1:
+        raise UserError(f"{at}: threads and count must be positive, threads at most {_MOST_THREADS}")
     if not _SLOWEST <= cpu <= threads:
         raise UserError(f"{at}: cpu = {cpu}: expected {_SLOWEST} to {threads} (the number of threads)")
     if link is not None and not 0.01 <= link <= 100_000:
         raise UserError(f"{at}: link = {link}: expected 0.01 to 100000 Mbit/s, or none for an unlimited link")
     if given.get("isa", "avx2") not in _ONEDNN:
         raise UserError(f"{at}: isa = {given['isa']!r}: expected one of {', '.join(_ONEDNN)}")
-    if not 1 <= threads <= _MOST_THREADS or count < 1:
-        raise UserError(f"{at}: threads and count must be positive, threads at most {_MOST_THREADS}")
     if count > MOST_HOSTS:
         raise UserError(f"{at}: count = {count}; at most {MOST_HOSTS}")
     for number in range(1, count + 1):

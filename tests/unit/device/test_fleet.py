@@ -51,6 +51,7 @@ def test_a_cap_above_what_the_cpu_can_do(
         ({"hosts": [{"name": "a", "cpu": "fast"}]}, "cpu = 'fast': expected a number"),
         ({"hosts": [{"name": "a", "cpu": 2}]}, "cpu = 2.0: expected 0.01 to 1"),
         ({"hosts": [{"name": "a", "cpu": 0}]}, "expected 0.01 to 1"),
+        ({"hosts": [{"persona": "pi4", "threads": 0}]}, "threads and count must be positive"),  # not "cpu: 0.01 to 0"
         ({"hosts": [{"name": "a", "link": 0}]}, "link = 0"),
         ({"hosts": [{"name": "a", "isa": "sse"}]}, "isa = 'sse'"),
         ({"hosts": [{"name": "a", "memory": "lots"}]}, 'memory = "lots"'),
