@@ -43,6 +43,12 @@ def lies_apart(x: torch.Tensor) -> bool:
     return not any(x.is_contiguous(memory_format=layout) for layout in _LAYOUTS)
 
 
+def input_of(given: tuple[Any, ...], named: Mapping[str, Any]) -> torch.Tensor:
+    """What a BatchNorm module takes, of a call's arguments: it may be ``given`` or ``named``."""
+    found: torch.Tensor = given[0] if given else next(iter(named.values()))
+    return found
+
+
 class RunningStatistics:
     """The running statistics of all BatchNorm layers of a stage."""
 
@@ -91,7 +97,7 @@ class RunningStatistics:
             zip(*(half.split([self._sizes[n] for n in self._apart]) for half in rest), strict=True) if self._apart else ()
         )
         hooks = [
-            self._modules[n][1].register_forward_hook(partial(_look, self._scratch[n], part))
+            self._modules[n][1].register_forward_hook(partial(_look, self._scratch[n], part), with_kwargs=True)
             for n, part in zip(self._apart, parts, strict=True)
         ]
         for (_, module), scratch in zip(self._modules, self._scratch, strict=True):
@@ -161,14 +167,19 @@ class RunningStatistics:
 
 
 def _look(
-    rounded: Mapping[str, torch.Tensor], rest: Sequence[torch.Tensor], module: nn.Module, given: tuple[Any, ...], _: Any
+    rounded: Mapping[str, torch.Tensor],
+    rest: Sequence[torch.Tensor],
+    module: nn.Module,
+    given: tuple[Any, ...],
+    named: Mapping[str, Any],
+    _: Any,
 ) -> None:
     """After a layer's forward in training: half of what rounding has taken from its mean and variance; a hook."""
-    if module.training and lies_apart(given[0]):
+    if module.training and lies_apart(x := input_of(given, named)):
         halves = [-rounded[key] for key in _BUFFERS[:2]]
         with torch.no_grad():
             mean, variance = halves
-            torch.batch_norm_update_stats(given[0].detach(), running_mean=mean, running_var=variance, momentum=0.5)
+            torch.batch_norm_update_stats(x.detach(), running_mean=mean, running_var=variance, momentum=0.5)
         for here, half in zip(rest, halves, strict=True):
             here.copy_(half)
 

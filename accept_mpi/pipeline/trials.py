@@ -2,7 +2,7 @@
 the first forward and backward, in which a stage learns how its layers behave (``Findings``)."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from accept_mpi.pipeline.further_forwards import FurtherForwards, Given, is_nan,
 from accept_mpi.pipeline.graph_edges import Differentiating, cast_twice
 from accept_mpi.pipeline.micro_batch import Outputs
 from accept_mpi.pipeline.remembered import LOSS, AtFirst, Remembered
-from accept_mpi.pipeline.running_statistics import batch_norms, lies_apart
+from accept_mpi.pipeline.running_statistics import batch_norms, input_of, lies_apart
 from accept_mpi.pipeline.shareable import Watch
 from accept_mpi.pipeline.sparse_gradients import check_sparse, find_sparse
 from accept_mpi.pipeline.stage import Stage
@@ -157,7 +157,7 @@ class Trial:
         stage, found = self.stage, self.found
         norms = batch_norms(stage.names, stage.layers).items()
         self._calls.clear()
-        notes = [norm.register_forward_pre_hook(partial(self._note, name)) for name, norm in norms]
+        notes = [norm.register_forward_pre_hook(partial(self._note, name), with_kwargs=True) for name, norm in norms]
         uses = Uses() if stage.job.train.lora else None
         with uses or nullcontext(), Differentiating() as differentiating:
             try:
@@ -232,12 +232,13 @@ class Trial:
                 return type(error)(f"{error}\n{hint}")
         return error
 
-    def _note(self, name: str, norm: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+    def _note(self, name: str, norm: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Note that a norm is called, and the type and layout of what it takes; a hook on it."""
         self._calls[name] += 1
-        if given:
-            self.found.norms_take[name] = given[0].dtype
-            if lies_apart(given[0]):
+        if given or named:
+            x = input_of(given, named)
+            self.found.norms_take[name] = x.dtype
+            if lies_apart(x):
                 self.found.norms_apart.add(name)
 
 

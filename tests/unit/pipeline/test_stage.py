@@ -252,6 +252,35 @@ def test_a_probe_finds_what_norms_take() -> None:
     assert not any(module._forward_pre_hooks for layer in layers for module in layer.modules())
 
 
+class Named(nn.Module):
+    """A norm that is given its input by name, as it lies after a transposition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(input=x.transpose(1, 2))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_what_norms_take_by_name_is_seen_and_replayed(kind: torch.dtype) -> None:
+    stage, plain = make([Named()]), Named()
+    x = (torch.randn(4, 5, 3) * 3 + 1).to(kind)
+    probe(stage, (x,), None, lambda outputs, _: tuple(map(torch.ones_like, outputs)))
+    stage.join_group()
+    assert stage.statistics is not None
+    for k in range(8):
+        x = (torch.randn(4, 5, 3) * 3 + 1).to(kind)
+        plain(x)
+        out = stage.forward(0, k, (x.clone(),))
+        assert out.statistics is not None
+        stage.statistics.replay([out.statistics])
+    for mine, theirs in zip(stage.layers[0].norm.buffers(), plain.norm.buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert stage.found.norms_take == {"0.norm": kind}
+
+
 def test_probe_leaves_no_trace() -> None:
     stage = make([nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5)], last=True)
     before = {k: v.clone() for layer in stage.layers for k, v in layer.state_dict().items()}
