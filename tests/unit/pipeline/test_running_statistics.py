@@ -65,8 +65,11 @@ def test_layers_at_rest_keep_theirs() -> None:
     """A frozen layer (eval mode) uses its running statistics and does not change them, nor what backwards to come need."""
     layer, beside = nn.BatchNorm1d(4).eval(), nn.BatchNorm1d(4)
     statistics = RunningStatistics(["norm", "beside"], [layer, beside])
+    x = torch.randn(3, 4, requires_grad=True)
     with statistics.taken() as found:
-        given = layer(torch.randn(3, 4, requires_grad=True)) + beside(torch.randn(3, 4))
+        at_rest = layer(x)
+        given = at_rest + beside(torch.randn(3, 4))
+    assert torch.equal(at_rest, nn.BatchNorm1d(4).eval()(x))
     statistics.replay(found)
     given.sum().backward()
     assert torch.equal(layer.running_mean, torch.zeros(4))
@@ -100,6 +103,7 @@ def test_inputs_that_are_not_contiguous(kind: torch.dtype) -> None:
                 given = group(x)
             assert torch.equal(given, plain(x))
             taken += found
+        assert not group._forward_hooks
         statistics.replay(taken)
         for (name, mine), theirs in zip(group.state_dict().items(), plain.state_dict().values(), strict=True):
             assert torch.equal(mine, theirs), (case, name)
