@@ -1,6 +1,7 @@
 """Both ends of a channel over a wire of this process: messages come in order, whatever their sizes, and no more than agreed
 are under way."""
 
+import threading
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -8,14 +9,18 @@ import numpy as np
 import pytest
 import torch
 
+from accept_mpi.codecs.basis import NO_BASES, Bases, basis_of, seen
 from accept_mpi.codecs.coding import NONE, Coding, parse
 from accept_mpi.codecs.message import HEADER_BYTES
 from accept_mpi.codecs.tensors import TensorSpec
+from accept_mpi.comm import ends
 from accept_mpi.comm.channels import Channel
 from accept_mpi.comm.ends import Receiver, Sender
+from accept_mpi.device.compute import Given
 from accept_mpi.direction import Direction
 from accept_mpi.errors import DeadlineError, ProtocolError
 from accept_mpi.logs.recorder import Clock, Recorder
+from accept_mpi.tree import LONE, Tree, flatten
 
 
 class Request:
@@ -105,10 +110,13 @@ class Plane:
 class Pair:
     """A sender and its receiver."""
 
-    def __init__(self, limit: int = 100, coding: Coding = NONE, direction: Direction = Direction.FORWARD) -> None:
+    def __init__(
+        self, limit: int = 100, coding: Coding = NONE, direction: Direction = Direction.FORWARD,
+        like: tuple[torch.Tensor, ...] = (torch.zeros(4, 3, requires_grad=True),), tree: Tree = LONE,
+    ) -> None:  # fmt: skip
+        """``like``, ``tree``: what is agreed on for 4 samples."""
         self.plane, self.wire = Plane(), Wire()
-        specs = {4: (TensorSpec.of(torch.zeros(4, 3, requires_grad=True)),)}
-        end = Channel(0, 5, direction, specs, limit, coding)
+        end = Channel(0, 5, direction, {4: tuple(map(TensorSpec.of, like))}, limit, coding, trees={4: tree})
         self.sender = Sender(self.plane, end)
         self.receiver = Receiver(self.plane, end, self.wire)  # type: ignore[arg-type]
         self.recorder = Recorder(Clock(0.0), 0, 0)
@@ -244,3 +252,130 @@ def test_a_loss_wakes_who_waits() -> None:
     pair.receiver.fail()
     with pytest.raises(ProtocolError, match="over"):
         pair.take(0)
+
+
+def test_a_loss_wakes_who_waits_for_room() -> None:
+    pair = Pair(limit=0)
+    for k in range(3):
+        pair.sender.send(0, k, 4, (rows(4, k),))
+    ended: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            pair.sender.send(0, 3, 4, (rows(4),), deadline=1000.0)
+        except ProtocolError as error:
+            ended.append(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    pair.plane.error = ProtocolError("over")
+    pair.sender.fail()
+    waiting.join(20)
+    assert len(ended) == 1
+    assert len(pair.sender.waiting) == 3
+
+
+def test_all_is_sent_when_the_peer_has_it() -> None:
+    pair = Pair()
+    pair.sender.send(0, 0, 4, (rows(4),))
+    pair.sender.move(pair.wire, pair.recorder)  # type: ignore[arg-type]
+    with pytest.raises(DeadlineError, match="to take activations"):
+        pair.sender.drain(0.01)
+
+
+def test_other_structures_and_numbers_of_tensors_are_described() -> None:
+    """Of the same shapes, too: who receives puts them together as they were."""
+    one, two = torch.zeros(4, 3, requires_grad=True), torch.zeros(4, 3)
+    _, usual = flatten({"a": one, "b": two})
+    _, other = flatten({"b": one, "a": two})
+    _, alone = flatten({"a": one})
+    pair = Pair(like=(one, two), tree=usual)
+    for k, (tree, count) in enumerate([(usual, 2), (other, 2), (alone, 1), (usual, 2), (None, 2)]):
+        pair.sender.send(0, k, 4, (rows(4, k), torch.ones(4, 3))[:count], tree=tree)
+    pair.run()
+    found = [pair.receiver.receive(0, k, 0.01, pair.recorder) for k in range(5)]
+    assert [one.tree for one in found] == [usual, other, alone, usual, usual]
+    assert [bool(one.header.described) for one in found] == [False, True, True, False, False]
+    assert [len(one.tensors) for one in found] == [2, 2, 1, 2, 2]
+
+
+def test_masks_are_not_coded_in_an_evaluation_either() -> None:
+    """There no tensor wants a gradient, whatever the number of samples; what is as agreed needs no description."""
+    pair = Pair(coding=parse("fp16", False), like=(torch.zeros(4, 32, requires_grad=True), torch.zeros(4, 32)))
+    for k, size in enumerate((4, 7)):
+        values, mask = torch.randn(size, 32), torch.randn(size, 32)
+        pair.sender.send(0, k, size, (values, mask), deadline=1.0)
+        pair.run()
+        found = pair.receiver.receive(0, k, 0.01, pair.recorder)
+        assert found.header.described == 0 if size == 4 else found.header.described
+        back, same = found.tensors
+        assert back is not None
+        assert not back.equal(values)
+        assert same is not None
+        assert same.equal(mask)
+
+
+def test_each_step_rounds_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each micro-batch and direction."""
+    keys: list[int] = []
+    encode = ends.encode
+
+    def noted(*given: Any, **named: Any) -> Any:
+        keys.append(given[5])
+        return encode(*given, **named)
+
+    monkeypatch.setattr(ends, "encode", noted)
+    for direction in Direction:
+        pair = Pair(direction=direction)
+        for step, k in ((0, 0), (0, 1), (1, 0)):
+            pair.sender.send(step, k, 4, (rows(4),))
+        pair.run()
+    assert len(set(keys)) == 6
+
+
+def test_bases_come_with_the_first_message_that_uses_them() -> None:
+    torch.manual_seed(0)
+    values, tree = torch.randn(16, 32, 32), flatten({"a": torch.zeros(1)})[1]
+    basis = basis_of(seen(values @ torch.randn(32, 32), None, 32))
+    assert basis is not None
+    learned: Bases = {0: basis}
+    pair = Pair(coding=parse("fp16", False), like=(values.requires_grad_(),), tree=tree)
+    pair.sender.end = pair.sender.end._replace(bases=lambda step: learned if step else NO_BASES)
+    for step in range(4):
+        pair.sender.send(step, 0, 4, (values,))
+    pair.sender.send(4, 0, 4, (values,), tree=(other := flatten([torch.zeros(1)])[1]))
+    pair.run()
+    found = [pair.receiver.receive(step, 0, 0.01, pair.recorder) for step in range(5)]
+    assert [bool(one.header.described) for one in found] == [False, True, False, False, True]
+    assert [one.tree for one in found] == [tree] * 4 + [other]
+    for one in found:
+        (back,) = one.tensors
+        assert back is not None
+        assert float((back - values).detach().square().mean()) < 0.01
+
+
+def test_what_a_group_received_stays_as_it_came() -> None:
+    """Chunks of gradients lie in the buffers that received them."""
+    pair = Pair()
+    pair.receiver.end = pair.receiver.end._replace(in_group=True)
+    taken = []
+    for k in range(9):
+        pair.sender.send(0, k, 4, (rows(4, k),))
+        pair.run()
+        taken.append(pair.take(k))
+    assert all(torch.equal(values, rows(4, k)) for k, values in enumerate(taken))
+
+
+def test_what_is_on_its_way_from_a_device_is_waited_for() -> None:
+    pair = Pair()
+    there: list[bool] = []
+    pair.sender.send(0, 0, 4, Given((rows(4),), lambda: bool(there)))
+    pair.sender.send(0, 1, 4, (rows(4, 1),))
+    pair.run()
+    assert not pair.wire.sent
+    assert pair.sender.awaits_copies
+    there.append(True)
+    pair.run()
+    assert torch.equal(pair.take(0), rows(4))
+    assert torch.equal(pair.take(1), rows(4, 1))
+    assert not pair.sender.awaits_copies
