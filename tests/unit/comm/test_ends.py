@@ -2,6 +2,7 @@
 are under way."""
 
 import threading
+import time
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -90,13 +91,14 @@ class Wire:
 
 class Plane:
     def __init__(self) -> None:
-        self.woken = 0
+        self.woken = self.checked = 0
         self.uncoded: list[int] = []
         self.error: Exception | None = None
 
     def hurry(self, awaited: bool) -> None: ...
 
     def check(self) -> None:
+        self.checked += 1
         if self.error:
             raise self.error
 
@@ -266,8 +268,10 @@ def test_a_loss_wakes_who_waits_for_room() -> None:
         except ProtocolError as error:
             ended.append(error)
 
-    waiting = threading.Thread(target=wait, daemon=True)
+    waiting, checked = threading.Thread(target=wait, daemon=True), pair.plane.checked
     waiting.start()
+    while pair.plane.checked == checked:
+        time.sleep(0.001)
     pair.plane.error = ProtocolError("over")
     pair.sender.fail()
     waiting.join(20)
@@ -290,13 +294,13 @@ def test_other_structures_and_numbers_of_tensors_are_described() -> None:
     _, other = flatten({"b": one, "a": two})
     _, alone = flatten({"a": one})
     pair = Pair(like=(one, two), tree=usual)
-    for k, (tree, count) in enumerate([(usual, 2), (other, 2), (alone, 1), (usual, 2), (None, 2)]):
+    for k, (tree, count) in enumerate([(usual, 2), (other, 2), (alone, 1), (usual, 2), (None, 2), (None, 1)]):
         pair.sender.send(0, k, 4, (rows(4, k), torch.ones(4, 3))[:count], tree=tree)
     pair.run()
-    found = [pair.receiver.receive(0, k, 0.01, pair.recorder) for k in range(5)]
-    assert [one.tree for one in found] == [usual, other, alone, usual, usual]
-    assert [bool(one.header.described) for one in found] == [False, True, True, False, False]
-    assert [len(one.tensors) for one in found] == [2, 2, 1, 2, 2]
+    found = [pair.receiver.receive(0, k, 0.01, pair.recorder) for k in range(6)]
+    assert [one.tree for one in found] == [usual, other, alone, usual, usual, LONE]
+    assert [bool(one.header.described) for one in found] == [False, True, True, False, False, True]
+    assert [len(one.tensors) for one in found] == [2, 2, 1, 2, 2, 1]
 
 
 def test_masks_are_not_coded_in_an_evaluation_either() -> None:
@@ -340,7 +344,7 @@ def test_bases_come_with_the_first_message_that_uses_them() -> None:
     assert basis is not None
     learned: Bases = {0: basis}
     pair = Pair(coding=parse("fp16", False), like=(values.requires_grad_(),), tree=tree)
-    pair.sender.end = pair.sender.end._replace(bases=lambda step: learned if step else NO_BASES)
+    pair.sender.end = pair.sender.end._replace(bases=lambda step: learned if step in (1, 2, 3) else NO_BASES)
     for step in range(4):
         pair.sender.send(step, 0, 4, (values,))
     pair.sender.send(4, 0, 4, (values,), tree=(other := flatten([torch.zeros(1)])[1]))
