@@ -37,3 +37,27 @@ def test_chunks_and_back(members: int) -> None:
     owners = layout.owners(members)
     loads = [sum(chunk.numel() for chunk, owner in zip(chunks, owners, strict=True) if owner == m) for m in range(members)]
     assert max(loads) <= 1.7 * sum(loads) / members
+
+
+def test_some_chunks_of_some_gradients() -> None:
+    """Those of later layers go first: any chunks, also with others between them, are what they are among all."""
+    torch.manual_seed(0)
+    mine = [torch.zeros(600_000), torch.zeros(7).double(), torch.zeros(400_000), torch.zeros(300_000).double()]
+    layout = Layout(mine, 2, [0, 3, 3, 5])
+    gradients: list[torch.Tensor | None] = [torch.randn_like(p) for p in mine]
+    gradients[1] = gradients[3] = None
+    every = layout.pack(gradients)
+    count = len(layout.chunks)
+    assert count > 5
+    assert {chunk.dtype for chunk in every.values()} == {torch.uint8, torch.float32, torch.float64}
+    for some in ([1, 3], [2, 3], [0, 2, count - 1], [1, 2, 4], list(range(1, count))):
+        for _ in range(2):
+            found = layout.pack_some(gradients, some)
+            assert list(found) == some
+            assert all(torch.equal(found[c], every[c]) and found[c].dtype == every[c].dtype for c in some)
+    assert layout.layers == {0, 3, 5}
+    assert layout.whole(0, [2]) == [c for c in range(1, count) if c != 2]
+    later = layout.whole(3, [])
+    assert all(layout.within([c])[0] > 0 for c in later)
+    assert 0 in layout.within(set(range(1, count)).difference(later))
+    assert layout.whole(-1, []) == list(range(count))
