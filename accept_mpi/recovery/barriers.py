@@ -81,8 +81,9 @@ class Barriers:
 
     def flags(self, step: int) -> int:
         """Decide how ``step`` (counted from 0), which is about to begin, will end; returns bits. On the first stage only."""
-        if self._replan:
+        with self._told:  # the end of the run may be asked for at this moment
             flags, self._replan = self._replan, 0
+        if flags:
             return flags
         flags = self._due(step)
         if flags:
@@ -174,7 +175,8 @@ class Barriers:
         if isinstance(control, StopAsked):
             self._stop = True
         elif isinstance(control, ReplanAsked):
-            self._replan |= REPLAN | OVER if control.over else REPLAN
+            with self._told:
+                self._replan |= REPLAN | OVER if control.over else REPLAN
         elif isinstance(control, Copied):
             known = self._copy_seconds.get(control.stage, control.seconds)
             self._copy_seconds[control.stage] = min(control.seconds, _OUTLIER * known)

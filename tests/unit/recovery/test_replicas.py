@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from accept_mpi import models
 from accept_mpi.codecs.basis import basis_of, seen
-from accept_mpi.comm.messages import Committed, Control, Copied, Message, ReplicaChunks, StepFlags, StopAsked, Stopping
+from accept_mpi.comm.messages import (
+    Committed,
+    Control,
+    Copied,
+    Message,
+    ReplanAsked,
+    ReplicaChunks,
+    StepFlags,
+    StopAsked,
+    Stopping,
+)
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, Optimizer, Recovery
 from accept_mpi.job_file import parse
@@ -22,8 +32,8 @@ from accept_mpi.pipeline.kept_bases import KeptBases
 from accept_mpi.pipeline.optimizer import left_behind
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import BoundaryCodecs, make_plan, recomputing
-from accept_mpi.recovery.barriers import CHECKPOINT, EXTRA, LOCAL, SNAPSHOT, Barriers, LocalCopies
-from accept_mpi.recovery.layer_state import Arriving, chunked, copies, fitting, load, pack, states
+from accept_mpi.recovery.barriers import CHECKPOINT, EXTRA, LOCAL, OVER, REPLAN, SNAPSHOT, Barriers, LocalCopies
+from accept_mpi.recovery.layer_state import Arriving, Blobs, chunked, copies, fitting, load, pack, states
 from accept_mpi.recovery.replicas import Replicas, newest, sources
 from accept_mpi.recovery.replication import Replication, Route
 
@@ -230,6 +240,20 @@ def test_older_and_newer_steps_are_forgotten() -> None:
     replicas.back_to(2)
     assert replicas.holdings() == {2: [0, 1]}
     assert replicas.get(2, 1) == b"de"
+
+
+def test_steps_that_are_made_anew_are_forgotten_on_the_disk_too() -> None:
+    """Else a later start might resume from a step of the time before the loss."""
+    dropped: list[int] = []
+
+    class Disk:
+        def write(self, step: int, layers: Blobs) -> None: ...
+
+        def drop_after(self, step: int) -> None:
+            dropped.append(step)
+
+    Replicas(Disk()).back_to(2)
+    assert dropped == [2]
 
 
 def test_local_copies_are_states_like_any_other_and_the_newest_are_kept() -> None:
@@ -445,6 +469,13 @@ def test_ranks_without_a_stage_are_told_nothing_of_steps() -> None:
     for step in range(3):
         barriers.tell_all(step, [rank for _, rank in plan.holders])
     assert posted == [(rank, StepFlags(step, 0)) for step in range(3) for rank in (0, 3, 2)]
+
+
+def test_a_plan_ends_once() -> None:
+    barriers = Barriers(Recovery(replicate_every=0), 0, False, lambda *_: None)
+    for over, flags in ((False, REPLAN), (True, REPLAN | OVER)):
+        assert barriers.handle(ReplanAsked(over))
+        assert [barriers.flags(step) for step in range(3)] == [flags, 0, 0]
 
 
 def test_a_signal_flags_one_checkpoint() -> None:
