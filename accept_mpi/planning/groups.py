@@ -75,15 +75,14 @@ def _summed(cluster: ClusterProfile, job: Job, sums: str, problems: Sequence[tup
             divisions = [one.division for one in promising[:most]]
         promising = _solutions(maker, divisions, reached, 1.05)[:_MOST_ESTIMATED]
         few = is_short(problem)
-        found |= _estimated(maker, promising + (_alone(maker, divisions) if few else []), best, few)
-    fitting = [one for one in found.values() if fits(cluster, one)]
+        _simulate(found, maker, promising + (_alone(maker, divisions) if few else []), best, few)
+    fitting = [one for one in found.values() if one.plan.hybrid and fits(cluster, one)]
     return sorted(fitting, key=lambda one: one.expected)
 
 
-def _estimated(maker: "_Groups", promising: Iterable["_Found"], best: float, few: bool) -> dict[Plan, Estimate]:
-    """Estimates of those that may come below ``best`` seconds per step; with ``few`` micro-batches, also of what small
-    changes to the fastest lead to."""
-    found: dict[Plan, Estimate] = {}
+def _simulate(found: dict[Plan, Estimate], maker: "_Groups", promising: Iterable["_Found"], best: float, few: bool) -> None:
+    """Add to ``found`` the estimates of those that may come below ``best`` seconds per step; with ``few`` micro-batches, of
+    what small changes to the fastest lead to, too."""
 
     def seconds(division: Division, solution: Solution) -> float:
         plan = maker.plan(division, solution)
@@ -99,7 +98,6 @@ def _estimated(maker: "_Groups", promising: Iterable["_Found"], best: float, few
     if few and reached:
         fastest = min(reached, key=lambda one: reached[one])
         refined(maker.problem(fastest.division), fastest.solution, partial(seconds, fastest.division))
-    return found
 
 
 class _Found(NamedTuple):
