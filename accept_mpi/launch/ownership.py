@@ -109,7 +109,7 @@ class Ownership:
             return
         try:
             with contextlib.suppress(FileNotFoundError):
-                self.directory.lstat()
+                self.directory.lstat()  # tells of a name that is too long, too
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             above = next(path for path in self.directory.parents if os.path.lexists(path))
             os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=above))

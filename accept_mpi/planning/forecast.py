@@ -112,7 +112,7 @@ class Forecast:
         self._ranks = list(self.groups.ranks) or list(range(len(profiles)))
         self._members = [len({self._ranks[d] for d in held}) for held in self._held_by]
         """Number of ranks that hold each stage."""
-        tables = [deal.places(micro_batches) for deal in self.groups.deals]
+        tables = tuple(tuple(deal.places(micro_batches)) for deal in self.groups.deals)
         self._tables = tables
         self._shares = [tables[s].count(self._held_by[s].index(d)) / micro_batches for d, s in enumerate(self.groups.stages)]
         """Share of the micro-batches that each device takes."""
@@ -244,8 +244,8 @@ class Forecast:
             around = self._around()
             counted = _STEADY if self._steps > 1 else 1
             steps = around + counted + around
-        starts, ends = self._timed(steps, codecs)
         lists = packed(self._lists(steps))
+        starts, ends = self._timed(lists, codecs)
         begin, end = 0.0, float(ends.max())
         if around:
             updates = lists.kinds == PackedSchedule.KINDS.index("U")
@@ -309,8 +309,8 @@ class Forecast:
 
     def _lists(self, steps: int) -> ActionLists:
         """The actions of ``steps`` steps."""
-        counts, tables = (self._micro_batches,) * steps, tuple(map(tuple, self._tables))
-        return ActionLists(self.kind, counts, self._slack, tuple(self._widths), tables, tuple(self.groups.stages))
+        counts, stages = (self._micro_batches,) * steps, tuple(self.groups.stages)
+        return ActionLists(self.kind, counts, self._slack, tuple(self._widths), self._tables, stages)
 
     def _seconds(self, codecs: Mapping[Crossing, str]) -> tuple[F64, F64, F64]:
         """Seconds of F, B, W and U (devices, 4), of transfers (sending device, receiving device), and those of them for
@@ -376,11 +376,11 @@ class Forecast:
         each += 0.0 if self.kind == "gpipe" else here.forward
         return max(0.0, (own - 1) * seconds - between * each * self._shares[device] / share)
 
-    def _timed(self, steps: int, codecs: Mapping[Crossing, str]) -> tuple[F64, F64]:
-        """Starts and ends in seconds of all actions of ``steps`` steps, in the order of ``PackedSchedule``."""
+    def _timed(self, lists: PackedSchedule, codecs: Mapping[Crossing, str]) -> tuple[F64, F64]:
+        """Starts and ends in seconds of all actions of some steps, in the order of ``lists``."""
         sums = np.array([self.sum_seconds(stage) for stage in range(self._stages)])
         compute, took, held = self._seconds(codecs)
-        return simulate_packed(packed(self._lists(steps)), compute, took, sums, held)
+        return simulate_packed(lists, compute, took, sums, held)
 
     def _run(self, walks: list[list[Action]], codecs: Mapping[Crossing, str]) -> Simulated:
         compute, took, held = self._seconds(codecs)

@@ -281,10 +281,10 @@ def _refined(
             known.update(_possible(problem, [plan], cluster, job))
         return known[plan].expected if plan in known else np.inf
 
-    fastest = sorted(possible, key=seconds)
-    of_each = {len(plan.devices): plan for plan in reversed(fastest)}
-    starts = sorted(of_each.values(), key=seconds)[:3]
-    return {found: known[found] for found in (refined(problem, start, seconds) for start in starts)}
+    starts: dict[int, Solution] = {}
+    for plan in sorted(possible, key=seconds):
+        starts.setdefault(len(plan.devices), plan)
+    return {found: known[found] for found in (refined(problem, start, seconds) for start in list(starts.values())[:3])}
 
 
 def _best(possible: Mapping[Solution, Estimate]) -> tuple[Estimate, Solution]:

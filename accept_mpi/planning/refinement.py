@@ -28,20 +28,19 @@ def refined(problem: Problem, start: Solution, seconds: Callable[[Solution], flo
     """The best that changes to ``start`` lead to, one at a time. ``seconds``: those of a step, infinite for what does not
     fit."""
     best, least, left, tried = start, seconds(start), _MOST, {start}
-    improved = True
-    while improved:
-        improved = False
+    while True:
         # A step takes no less than its bottleneck for each micro-batch; what may come lowest is tried first.
         bounds = {one: _bound(problem, one) for one in _neighbours(problem, best) if one not in tried}
         for one in sorted(bounds, key=lambda one: bounds[one]):
             if bounds[one][0] >= _WORTH * least or not left:
-                break
+                return best
             left -= 1
             tried.add(one)
             if (reached := seconds(one)) < _WORTH * least:
-                best, least, improved = one, reached, True
+                best, least = one, reached
                 break
-    return best
+        else:
+            return best
 
 
 def _bound(problem: Problem, plan: Solution) -> tuple[float, float]:
