@@ -74,8 +74,8 @@ class DataPlane:
         self._groups: list[Moving] = []
         self._requests: list[MPI.Request] = []
         """Those of all channels, as the last look found them."""
-        self._receivers: list[Receiver | None] = []
-        """Whose requests these are: a receiver's or a sender's (None)."""
+        self._ends: list[Sender | Receiver] = []
+        """Whose requests these are."""
         self._sends_bulk = self._expects_bulk = self._awaits_copies = False
         """What the last look found under way."""
         self._posts: queue.SimpleQueue[tuple[int, Control] | None] = queue.SimpleQueue()
@@ -222,15 +222,12 @@ class DataPlane:
                 moved |= incoming.move(self._recorder)
         for group in self._groups:
             moved |= group.move()
-        self._requests, self._receivers = [], []
-        for out in self._outgoing:
-            requests = out.requests()
+        self._requests, self._ends = [], []
+        ends: list[Sender | Receiver] = [*self._outgoing, *self._incoming]
+        for end in ends:
+            requests = end.requests()
             self._requests += requests
-            self._receivers += [None] * len(requests)
-        for incoming in self._incoming:
-            requests = incoming.requests()
-            self._requests += requests
-            self._receivers += [incoming] * len(requests)
+            self._ends += [end] * len(requests)
         self._awaits_copies = any(out.awaits_copies for out in self._outgoing)
         self._sends_bulk = any(out.sends_bulk for out in self._outgoing)
         bulk = any(out.waiting for out in self._outgoing) or any(incoming.brings_bulk for incoming in self._incoming)
@@ -242,15 +239,15 @@ class DataPlane:
         MPI look at all its sockets.
 
         Testsome looks at them only if nothing is done, and says so next time; that the messenger has just made MPI look is
-        why it comes first.
+        why it comes first. All are persistent: once one has failed, Testsome frees all others that the loss concerns, even
+        those under way to ranks that live, whose answers then end the job (Open MPI 5.0).
         """
         if not self._requests:
             return False
         statuses: list[MPI.Status] = []
         done = MPI.Request.Testsome(self._requests, statuses)
         for n, status in zip(done or (), statuses, strict=False):
-            if (receiver := self._receivers[n]) is not None:
-                receiver.arrived = status
+            self._ends[n].note(status)
         return bool(done)
 
     def _expects_much(self) -> bool:

@@ -7,8 +7,8 @@ follows separately.
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from mpi4py import MPI
@@ -98,8 +98,10 @@ class Sender:
         self.waiting: deque[_Item] = deque()
         self.free = [aligned(end.buffer_bytes) for _ in range(_SENDS_POSTED)]
         self._slots = Slots(end.buffer_bytes)
-        self.active: deque[tuple[list[MPI.Request], Bytes, list[Bytes]]] = deque()
+        self.active: deque[tuple[list[MPI.Prequest], Bytes, list[Bytes]]] = deque()
         """Requests of messages in flight, their buffers, and what they consist of."""
+        self._done = 0
+        """How many requests of the oldest message in flight are done."""
 
     @property
     def awaits_copies(self) -> bool:
@@ -176,9 +178,13 @@ class Sender:
         what = f"rank {self.end.peer} to take {self.end}"
         wait_while(lambda: self.waiting or self.active, _POLL, deadline, self._plane.check, what)
 
-    def requests(self) -> list[MPI.Request]:
-        """Those of the oldest message in flight, for the data plane to test; they are null once they are done."""
-        return self.active[0][0] if self.active else []
+    def requests(self) -> Sequence[MPI.Prequest]:
+        """Those of the oldest message in flight, for the data plane to test."""
+        return self.active[0][0] if self.active else ()
+
+    def note(self, status: MPI.Status) -> None:
+        """Count a request that is done. Called on the data-plane thread."""
+        self._done += 1
 
     @property
     def under_way(self) -> object:
@@ -186,11 +192,15 @@ class Sender:
         return list(self.active)
 
     def move(self, comm: MPI.Intracomm, recorder: Recorder) -> bool:
-        """Complete sends that the peer has received and start queued ones; returns True if there were any. Called on the
+        """Complete the send that the peer has received and start queued ones; returns True if there were any. Called on the
         data-plane thread, after ``requests`` have been tested."""
         moved = False
-        while self.active and not any(self.active[0][0]):
-            self.free.append(self.active.popleft()[1])
+        if self.active and self._done == len(self.active[0][0]):
+            requests, buffer, _ = self.active.popleft()
+            for request in requests:
+                request.Free()
+            self._done = 0
+            self.free.append(buffer)
             self._room.release()
             moved = True
         while self.waiting and self.free and self.waiting[0].is_ready:
@@ -224,20 +234,25 @@ class Sender:
             moved = True
         return moved
 
-    def _begin(self, comm: MPI.Intracomm, header: Header, parts: list[Bytes]) -> list[MPI.Request]:
+    def _begin(self, comm: MPI.Intracomm, header: Header, parts: list[Bytes]) -> list[MPI.Prequest]:
         """Start to send a message, which may lie in several parts, in synchronous mode: it completes when the peer receives
         it, so at most _SENDS_POSTED messages are in flight."""
         tag, requests, wire = self.end.tag, [], HEADER_BYTES + header.length
         if wire > self._slots.next:
-            requests.append(comm.Issend([header.announce(), MPI.BYTE], self.end.peer, tag))
+            requests.append(self._start(comm, [header.announce(), MPI.BYTE], tag))
             tag += _LARGER
         self._slots.pass_by(wire)
         if len(parts) == 1:
-            return [*requests, comm.Issend([parts[0], MPI.BYTE], self.end.peer, tag)]
+            return [*requests, self._start(comm, [parts[0], MPI.BYTE], tag)]
         layout = MPI.BYTE.Create_hindexed([part.size for part in parts], list(map(MPI.Get_address, parts))).Commit()
-        requests.append(comm.Issend([MPI.BOTTOM, 1, layout], self.end.peer, tag))
+        requests.append(self._start(comm, [MPI.BOTTOM, 1, layout], tag))
         layout.Free()
         return requests
+
+    def _start(self, comm: MPI.Intracomm, what: list[Any], tag: int) -> MPI.Prequest:
+        request = cast(MPI.Prequest, comm.Ssend_init(what, self.end.peer, tag))
+        request.Start()
+        return request
 
 
 class Receiver:
@@ -253,10 +268,10 @@ class Receiver:
         """True while so many messages wait for the computing thread that no more are taken from MPI."""
         self._posted: deque[tuple[MPI.Prequest, Bytes]] = deque()
         self._slots = Slots(end.buffer_bytes)
-        self._larger: tuple[MPI.Request, Bytes] | None = None
+        self._larger: tuple[MPI.Prequest, Bytes] | None = None
         """Receive of an announced message that exceeds its slot."""
         self.arrived: MPI.Status | None = None
-        """Status of the first request of ``requests``, once the data plane has found it done."""
+        """Status of the request of ``requests``, once it is done."""
         self._bases: dict[int, Basis] = {}
         self.brings_bulk = True
         """True if the last message was larger than the kernel's receive buffer. The next one probably is, too, and then
@@ -265,9 +280,13 @@ class Receiver:
             self._post(aligned(end.buffer_bytes))
 
     def _post(self, buffer: Bytes) -> None:
-        request = self._comm.Recv_init([buffer, MPI.BYTE], self.end.peer, self.end.tag)
+        self._posted.append((self._receive(buffer, self.end.tag), buffer))
+
+    def _receive(self, buffer: Bytes, tag: int) -> MPI.Prequest:
+        """Start to receive a message."""
+        request = self._comm.Recv_init([buffer, MPI.BYTE], self.end.peer, tag)
         request.Start()
-        self._posted.append((request, buffer))
+        return request
 
     def receive(self, step: int, micro_batch: int, deadline: float, recorder: Recorder) -> Decoded:
         """The message of this micro-batch; waits for it at most ``deadline`` seconds.
@@ -297,14 +316,18 @@ class Receiver:
         """The next decoded message if there is one. Called on the data-plane thread, instead of ``receive``."""
         return None if self._ready.empty() else self._ready.get_nowait()
 
-    def requests(self) -> list[MPI.Request]:
+    def requests(self) -> Sequence[MPI.Prequest]:
         """The next message's, for the data plane to test, unless ``limit`` messages wait for the computing thread, which
         then wakes the data plane when it takes one."""
         self._held = True  # before the look, so that whoever takes a message after it sees this
         if self._ready.qsize() >= self.end.limit:
-            return []
+            return ()
         self._held = False
-        return [self._larger[0] if self._larger else self._posted[0][0]]
+        return (self._larger[0] if self._larger else self._posted[0][0],)
+
+    def note(self, status: MPI.Status) -> None:
+        """Note that the request is done. Called on the data-plane thread."""
+        self.arrived = status
 
     @property
     def under_way(self) -> object:
@@ -348,12 +371,14 @@ class Receiver:
         if not nbytes:
             return message
         larger = aligned(nbytes)
-        self._larger = self._comm.Irecv([larger, MPI.BYTE], self.end.peer, self.end.tag + _LARGER), larger
+        self._larger = self._receive(larger, self.end.tag + _LARGER), larger
         return None
 
     def _again(self, wire: int) -> None:
         """Post the receive of the message just taken (``wire`` bytes) again, in the same slot."""
-        self._larger = None
+        if self._larger:
+            self._larger[0].Free()
+            self._larger = None
         request, buffer = self._posted.popleft()
         size = self._slots.pass_by(wire)
         if size > buffer.size or self.end.in_place:

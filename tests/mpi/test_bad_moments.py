@@ -17,7 +17,8 @@ PAUSES = 20  # of bad_moments.py
 
 
 @pytest.mark.parametrize(
-    ("what", "said"), [("revoked", "heard"), ("late", "done"), ("twice", "lives"), ("apart", "goes on")]
+    ("what", "said"),
+    [("revoked", "heard"), ("late", "done"), ("twice", "lives"), ("unanswered", "hears"), ("apart", "goes on")],
 )
 def test_both_ranks_come_through(tmp_path: Path, what: str, said: str) -> None:
     code, out = run(tmp_path, [ROOT / "tests" / "programs" / "bad_moments.py", what], "", 2)

@@ -1,5 +1,6 @@
 """Ranks that do by hand what training does, also at a bad moment; ``python bad_moments.py WHAT`` under mpirun with ULFM."""
 
+import contextlib
 import sys
 import threading
 import time
@@ -76,6 +77,31 @@ def twice(runtime: Runtime) -> None:
     print("lives", flush=True)
 
 
+def unanswered(runtime: Runtime) -> None:
+    """A loss while a message waits for a rank that lives, but hears of the loss, and answers, later."""
+    specs = {1: (TensorSpec.of(torch.zeros(1, 4)),)}
+    if runtime.rank == 0:
+        recorder = Recorder(runtime.clock, runtime.rank, runtime.rank, runtime.members)
+        plane = DataPlane(runtime.circle.data, runtime.messenger, recorder, lambda message: True)
+        sender = plane.outgoing(Channel(1, 0, 0, specs, 1, Coding(), 0))
+        plane.incoming(Channel(1, 0, 1, specs, 1, Coding(), 0))
+        sender.send(0, 0, 1, (torch.zeros(1, 4, requires_grad=True),))
+        plane._look()
+        runtime.circle.data.Revoke()
+        with contextlib.suppress(MPI.Exception):
+            while not plane._test():
+                time.sleep(0.001)
+    else:
+        time.sleep(1.0)
+    until = time.monotonic() + 2.0
+    with contextlib.suppress(MPI.Exception):  # the other one regroups
+        while time.monotonic() < until:
+            runtime.messenger.poll()
+            time.sleep(0.001)
+    runtime.regroup()
+    print("hears", flush=True)
+
+
 def apart(runtime: Runtime) -> None:
     """One rank has come to the end when the other one, which alone knows of a loss, begins to regroup."""
     if runtime.rank == 0:
@@ -142,6 +168,6 @@ def links(runtime: Runtime) -> None:
 if __name__ == "__main__":
     this = Runtime.start()
     time.sleep(0.5)  # the other one is there, too, by then
-    every = {"revoked": revoked, "late": late, "twice": twice, "apart": apart, "looks": looks, "links": links}
+    every = {one.__name__: one for one in (revoked, late, twice, unanswered, apart, looks, links)}
     every[sys.argv[1]](this)
     this.finish(0)

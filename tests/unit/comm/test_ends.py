@@ -28,13 +28,10 @@ class Request:
     """True while it is not done, as mpi4py's are."""
 
     def __init__(self, buffer: Any) -> None:
-        self.buffer, self.started, self.cancelled, self.done = buffer, True, False, False
-
-    def __bool__(self) -> bool:
-        return not self.done
+        self.buffer, self.started, self.cancelled, self.done = buffer, False, False, False
 
     def Start(self) -> None:
-        self.started = True
+        self.started, self.done = True, False
 
     def Free(self) -> None:
         self.started = False
@@ -62,18 +59,12 @@ class Wire:
         self.sent: list[tuple[int, int]] = []
         """Tag and bytes of each message."""
 
-    def Issend(self, what: Any, peer: int, tag: int) -> Request:
+    def Ssend_init(self, what: Any, peer: int, tag: int) -> Request:
         self.sent.append((tag, what[0].size))
         self.sends.setdefault(tag, deque()).append(found := Request(what[0]))
         return found
 
     def Recv_init(self, what: Any, peer: int, tag: int) -> Request:
-        found = Request(what[0])
-        found.started = False
-        self.receives.setdefault(tag, deque()).append(found)
-        return found
-
-    def Irecv(self, what: Any, peer: int, tag: int) -> Request:
         self.receives.setdefault(tag, deque()).append(found := Request(what[0]))
         return found
 
@@ -127,7 +118,12 @@ class Pair:
         """What the data plane does in a poll."""
         moved = self.sender.move(self.wire, self.recorder)  # type: ignore[arg-type]
         for request in self.receiver.requests():
-            self.receiver.arrived = self.wire.arrived(request)  # type: ignore[arg-type]
+            if status := self.wire.arrived(request):  # type: ignore[arg-type]
+                self.receiver.note(status)
+        for request in self.sender.requests():
+            if request.done:  # type: ignore[attr-defined]
+                self.sender.note(Status(0))  # type: ignore[arg-type]
+                request.done = False  # type: ignore[attr-defined]
         return self.receiver.move(self.recorder) or moved
 
     def run(self) -> None:
