@@ -273,9 +273,9 @@ class Receiver:
         self.arrived: MPI.Status | None = None
         """Status of the request of ``requests``, once it is done."""
         self._bases: dict[int, Basis] = {}
-        self.brings_bulk = True
+        self.brings_bulk = not end.in_group
         """True if the last message was larger than the kernel's receive buffer. The next one probably is, too, and then
-        arrives only as fast as this side polls."""
+        arrives only as fast as this side polls. (Of a group's sums none is needed while this rank computes.)"""
         for _ in range(_RECEIVES_POSTED):
             self._post(aligned(end.buffer_bytes))
 
@@ -340,7 +340,7 @@ class Receiver:
         if self.arrived is None or (message := self._whole(self.arrived)) is None:
             return False
         start = recorder.clock.now()
-        self.brings_bulk = message.size > _BUFFERED_BYTES
+        self.brings_bulk = message.size > _BUFFERED_BYTES and not self.end.in_group
         decoded = decode(self.end.specs, message, self.end.coding, self.end.trees, self.end.in_place, self._bases)
         header = decoded.header
         if (header.boundary, header.direction) != (self.end.boundary, self.end.direction):

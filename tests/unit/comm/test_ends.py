@@ -106,10 +106,13 @@ class Pair:
     def __init__(
         self, limit: int = 100, coding: Coding = NONE, direction: Direction = Direction.FORWARD,
         like: tuple[torch.Tensor, ...] = (torch.zeros(4, 3, requires_grad=True),), tree: Tree = LONE,
+        in_group: bool = False,
     ) -> None:  # fmt: skip
         """``like``, ``tree``: what is agreed on for 4 samples."""
         self.plane, self.wire = Plane(), Wire()
-        end = Channel(0, 5, direction, {4: tuple(map(TensorSpec.of, like))}, limit, coding, trees={4: tree})
+        end = Channel(
+            0, 5, direction, {4: tuple(map(TensorSpec.of, like))}, limit, coding, trees={4: tree}, in_group=in_group
+        )
         self.sender = Sender(self.plane, end)
         self.receiver = Receiver(self.plane, end, self.wire)  # type: ignore[arg-type]
         self.recorder = Recorder(Clock(0.0), 0, 0)
@@ -167,6 +170,17 @@ def test_a_slot_that_has_grown_is_announced_no_message() -> None:
         assert torch.equal(pair.take(k), rows(2000, k))
     assert [size for _, size in pair.wire.sent].count(HEADER_BYTES) == 3
     assert len(pair.wire.sent) == 12 + 3
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+def test_large_messages_are_polled_for_where_computing_needs_them(in_group: bool) -> None:
+    """A rank that computes needs the next activations, but no sums before it has given its own gradients (``pending``)."""
+    pair = Pair(in_group=in_group)
+    for k, size in enumerate((1, (1 << 16) + 1, 1)):  # too odd to be sent from where they are
+        pair.sender.send(0, k, size, (rows(size, k),))
+        pair.run()
+        pair.take(k)
+        assert pair.receiver.brings_bulk == (size > 1 and not in_group)
 
 
 def test_no_more_messages_are_taken_than_the_schedule_leaves_waiting() -> None:
