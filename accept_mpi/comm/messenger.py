@@ -30,8 +30,12 @@ class Sending:
         """Seconds until its receiver had it; None before that."""
 
     def look(self) -> bool:
-        """Poll once; returns True if the receiver has the message."""
-        if self.took is None and self._request.Test():
+        """Poll once; returns True if the receiver has the message.
+
+        A lost receiver is not noticed here but by ``Messenger.poll``, which looks for messages of all: ``Test`` would free
+        the request, and if the receiver's last answer then came, MPI would end the job (Open MPI 5.0).
+        """
+        if self.took is None and self._request.Get_status() and self._request.Test():
             self.took = time.monotonic() - self._began
         return self.took is not None
 
