@@ -14,6 +14,7 @@ from accept_mpi.data.augment import crop_and_flip
 from accept_mpi.data.base import Indices
 from accept_mpi.errors import UserError
 from accept_mpi.files.regular import is_regular, open_regular, read_regular
+from accept_mpi.files.start_directory import from_start
 
 _RECORD = 1 + 3 * 32 * 32
 _TRAIN = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
@@ -51,7 +52,7 @@ def cifar10(path: str, augment: bool = True) -> tuple[Cifar10, Cifar10]:
     Training images are randomly cropped and mirrored unless ``augment`` is False. Raises UserError for missing or truncated
     files.
     """
-    files = _read(Path(path))
+    files = _read(from_start(path))
     train, test = (
         np.frombuffer(b"".join(files[name] for name in names), np.uint8).reshape(-1, _RECORD) for names in (_TRAIN, _TEST)
     )

@@ -14,6 +14,7 @@ from accept_mpi.data.base import Indices
 from accept_mpi.errors import UserError
 from accept_mpi.files.hdf5 import Damaged, held_here, open_file, within
 from accept_mpi.files.regular import is_regular
+from accept_mpi.files.start_directory import from_start
 from accept_mpi.registry import nearest
 from accept_mpi.seeds import ORDER, mix
 
@@ -78,7 +79,7 @@ def hdf5(
     dtypes = (x_dtype, y_dtype)
     if (test_x is None) != (test_y is None):
         raise ValueError("test_x and test_y go together")
-    file = Path(path)
+    file = from_start(path)
     total = _rows(file, x, y)
     if test_x is not None and test_y is not None:
         held = _rows(file, test_x, test_y)

@@ -13,9 +13,12 @@ from accept_mpi.data.augment import crop_and_flip
 from accept_mpi.data.base import Indices
 from accept_mpi.errors import UserError
 from accept_mpi.files.regular import is_regular, open_regular
+from accept_mpi.files.start_directory import from_start
 from accept_mpi.seeds import ORDER, mix
 
 _ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm"}
+_APART = ("test", "val", "valid", "validation")
+"""Folders of the test set, in order of preference."""
 _FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "PPM")  # Pillow's names; it hands some others to other programs
 _LARGEST_SIZE, _MOST_PIXELS = 4096, 1 << 26
 _Listing = list[tuple[Path, int]]
@@ -51,8 +54,8 @@ class ImageFolder:
 
 
 def images(path: str, size: int = 32, augment: bool = True, test_fraction: float = 0.2) -> tuple[ImageFolder, ImageFolder]:
-    """Training and test set from ``path/train/CLASS/*.jpg`` and ``path/test/CLASS/*.jpg`` (or .png, ...), or from
-    ``path/CLASS/*`` split by a fixed shuffle.
+    """Training and test set from ``path/train/CLASS/*.jpg`` and ``path/test/CLASS/*.jpg`` (or .png, ...; ``val``, ``valid``
+    or ``validation`` where there is no ``test``), or from ``path/CLASS/*`` split by a fixed shuffle.
 
     Images are scaled so that the shorter side is ``size``, and cropped in the middle. Hidden folders and files do not
     count. Raises UserError if folders are missing or empty, and later for an image that cannot be decoded.
@@ -60,14 +63,13 @@ def images(path: str, size: int = 32, augment: bool = True, test_fraction: float
     _pillow()
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST_SIZE:
         raise ValueError(f"size must be a whole number of pixels, got {size!r}")
-    root = Path(path)
-    if (root / "train").is_dir() and (root / "test").is_dir():
+    root = from_start(path)
+    apart = next((root / name for name in _APART if (root / name).is_dir()), None)
+    if apart and (root / "train").is_dir():
         classes = _classes(root / "train")
-        if strange := sorted(set(_classes(root / "test")) - set(classes)):
-            raise UserError(
-                f"data.args: {root / 'test' / strange[0]} is a class of which there is no folder in {root / 'train'}"
-            )
-        train, test = _listing(root / "train", classes, every=True), _listing(root / "test", classes)
+        if strange := sorted(set(_classes(apart)) - set(classes)):
+            raise UserError(f"data.args: {apart / strange[0]} is a class of which there is no folder in {root / 'train'}")
+        train, test = _listing(root / "train", classes, every=True), _listing(apart, classes)
     else:
         classes = _classes(root)
         found = _listing(root, classes, every=True)

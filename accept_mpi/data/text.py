@@ -16,6 +16,7 @@ import torch
 from accept_mpi.data.base import Indices
 from accept_mpi.errors import UserError, one_line
 from accept_mpi.files.regular import open_regular
+from accept_mpi.files.start_directory import from_start
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def text(
     if not (_whole(context) and context >= 1 and _whole(limit) and limit >= 1 and 0 < test_fraction < 1):
         raise ValueError("expected context >= 1, limit >= 1 and 0 < test_fraction < 1")
     if path is not None:
-        codes = _read(source := Path(path), limit, encoding, "", frozenset())
+        codes = _read(source := from_start(path), limit, encoding, "", frozenset())
     else:
         codes = _read(source := Path(sysconfig.get_paths()["stdlib"]), limit, encoding, ".py", _SKIPPED)
     if vocabulary == "auto":

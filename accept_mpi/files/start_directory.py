@@ -10,8 +10,8 @@ except OSError:  # it has been removed
 
 
 def from_start(path: str | Path) -> Path:
-    """The place of a path that the job or the command line names."""
-    return Path(_START, path)
+    """The place of a path that the job or the command line names, which may begin with ``~``."""
+    return Path(_START, os.path.expanduser(path))
 
 
 def near(path: Path) -> Path:

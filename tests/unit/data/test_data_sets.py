@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import re
 import sys
 import tarfile
 from pathlib import Path
@@ -121,6 +122,13 @@ def test_cifar10(tmp_path: Path) -> None:
         data.load("cifar10", {"path": str(archive)})
 
 
+@pytest.mark.parametrize("name", ["images", "hdf5", "text", "cifar10"])
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UserError, match=re.escape(str(tmp_path / "nothing"))):
+        data.load(name, {"path": "~/nothing"})
+
+
 def test_images(tmp_path: Path) -> None:
     for split in ("train", "test"):
         for name, colour in (("cat", 250), ("dog", 5)):
@@ -138,6 +146,10 @@ def test_images(tmp_path: Path) -> None:
     assert x[5, 0].max() < -0.9
     split_train, split_test = data.load("images", {"path": str(tmp_path / "train")})
     assert len(split_train) + len(split_test) == 6
+    for name in ("val", "valid", "validation"):
+        (tmp_path / "test").replace(tmp_path / name)
+        assert len(data.load("images", {"path": str(tmp_path)})[1]) == 6
+        (tmp_path / name).replace(tmp_path / "test")
     (tmp_path / "train" / "cat" / "0.png").write_bytes(b"not an image")
     with pytest.raises(UserError, match=r"cannot decode the image .*0\.png"):
         train.inputs(np.array([0]))
