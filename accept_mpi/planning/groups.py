@@ -29,7 +29,7 @@ from accept_mpi.planning.forecast import sent_for_sum, sum_handling
 from accept_mpi.planning.formulation import NEVER
 from accept_mpi.planning.job_plan import open_plan
 from accept_mpi.planning.problem import F64, NoPlan, Problem, Solution, cost, few_edges, prefix_sums
-from accept_mpi.planning.refinement import is_short, refined
+from accept_mpi.planning.refinement import refined
 from accept_mpi.planning.search import improve
 from accept_mpi.planning.ties import trained_in
 from accept_mpi.profiling.cluster_profile import ClusterProfile
@@ -74,7 +74,7 @@ def _summed(cluster: ClusterProfile, job: Job, sums: str, problems: Sequence[tup
             most = _MOST_ESTIMATED if problem.fill else _MOST_PROMISING
             divisions = [one.division for one in promising[:most]]
         promising = _solutions(maker, divisions, reached, 1.05)[:_MOST_ESTIMATED]
-        few = is_short(problem)
+        few = problem.is_short
         _simulate(found, maker, promising + (_alone(maker, divisions) if few else []), best, few)
     fitting = [one for one in found.values() if one.plan.hybrid and fits(cluster, one)]
     return sorted(fitting, key=lambda one: one.expected)

@@ -25,7 +25,7 @@ from accept_mpi.planning.formulation import NEVER, problem_of, stage_counts
 from accept_mpi.planning.groups import hybrid_plans
 from accept_mpi.planning.job_plan import open_plan
 from accept_mpi.planning.problem import NoPlan, Problem, Solution, cost
-from accept_mpi.planning.refinement import is_short, refined
+from accept_mpi.planning.refinement import refined
 from accept_mpi.planning.search import MOST_FEW, solve
 from accept_mpi.planning.ties import kept_together
 from accept_mpi.profiling.cluster_profile import ClusterProfile
@@ -243,7 +243,7 @@ def _searched(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate
         )
     best = _best(possible)
     problem = next(one for most, (one, _) in zip(counts, problems, strict=True) if most >= len(best[1].devices))
-    if is_short(problem):
+    if problem.is_short:
         best = _best(possible | _refined(problem, possible, cluster, job))
     best = _spared(problem, best, cluster, job)
     both = [(one, reached) for pair in problems for one, reached in zip(pair, (best[0].step, best[0].loaded), strict=True)]

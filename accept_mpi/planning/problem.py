@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 _UNUSUAL = 2.0  # longer layers count as this multiple of the device's median layer (``clipped``)
+_ENOUGH = 3  # with this many micro-batches for each stage that there could be, the search needs no help
 F64 = npt.NDArray[np.float64]
 
 
@@ -70,6 +71,12 @@ class Problem:
     def devices(self) -> int:
         """Number of devices (N)."""
         return len(self.layer_seconds)
+
+    @property
+    def is_short(self) -> bool:
+        """True if a step has too few micro-batches to fill a pipeline of all devices for most of it, so that what the search
+        finds is refined by simulation (``planning.refinement``)."""
+        return self.devices > 1 and self.real_micro_batches < _ENOUGH * self.devices
 
     @property
     def layers(self) -> int:

@@ -9,19 +9,12 @@ from collections.abc import Callable, Iterator
 
 from accept_mpi.planning.problem import Problem, Solution, cost
 
-_ENOUGH = 3
-"""With this many micro-batches for each stage that there could be, the search needs no help."""
 _WORTH = 0.995
 """A change must shorten the step to this share."""
 _PARTS = 8
 """A stage more is tried with these parts of another one's layers."""
 _MOST = 30
 """Plans that are simulated at most from one plan on."""
-
-
-def is_short(problem: Problem) -> bool:
-    """True if a step has too few micro-batches to fill a pipeline of all devices for most of it."""
-    return problem.devices > 1 and problem.real_micro_batches < _ENOUGH * problem.devices
 
 
 def refined(problem: Problem, start: Solution, seconds: Callable[[Solution], float]) -> Solution:

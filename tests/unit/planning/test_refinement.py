@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from accept_mpi.planning.problem import Problem, Solution, cost
-from accept_mpi.planning.refinement import _neighbours, is_short, refined
+from accept_mpi.planning.refinement import _neighbours, refined
 
 ALONE = Solution((0,), (0, 12), ())
 
@@ -25,9 +25,9 @@ def problem(devices: int = 3, layers: int = 12, rate: float = 1e9, bits: Sequenc
 
 def test_micro_batches_are_few_where_they_do_not_fill_a_pipeline() -> None:
     few = problem()
-    assert is_short(few)
-    assert not is_short(replace(few, real_micro_batches=9))
-    assert not is_short(few.take([1]))
+    assert few.is_short
+    assert not replace(few, real_micro_batches=9).is_short
+    assert not few.take([1]).is_short
 
 
 @pytest.mark.parametrize("plan", [ALONE, Solution((2, 0), (0, 5, 12), (0,)), Solution((1, 2, 0), (0, 1, 2, 12), (0, 0))])
