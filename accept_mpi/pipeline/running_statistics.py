@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from accept_mpi.errors import UserError
 
 _LAYOUTS = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-_Blend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_Blend = Callable[[torch.Tensor, torch.Tensor, "_Shares"], torch.Tensor]
 
 
 def batch_norms(names: Sequence[str], layers: Sequence[nn.Module]) -> dict[str, nn.modules.batchnorm._BatchNorm]:
@@ -66,9 +66,9 @@ class RunningStatistics:
         self._sizes = [module.num_features for _, module in self._modules]
         kinds = [(taken or {}).get(name, torch.float32) for name, _ in self._modules]
         sizes = torch.tensor(self._sizes)
-        self._kinds = {
-            kind: torch.tensor([one is kind for one in kinds]).repeat_interleave(sizes) for kind in dict.fromkeys(kinds)
-        }
+        self._layer = torch.arange(len(kinds)).repeat_interleave(sizes)
+        """The layer of each value."""
+        self._kinds = {kind: torch.tensor([one is kind for one in kinds])[self._layer] for kind in dict.fromkeys(kinds)}
         """The values, of all layers', that belong to inputs of each type."""
         self._half = sum(self._sizes)
         self._apart = [n for n, (name, _) in enumerate(self._modules) if name in apart]
@@ -137,26 +137,34 @@ class RunningStatistics:
         means = torch.cat([module.running_mean for module in layers])  # type: ignore[misc]
         variances = torch.cat([module.running_var for module in layers])  # type: ignore[misc]
         tracked = [int(module.num_batches_tracked) for module in layers]  # type: ignore[arg-type]
-        sizes = torch.tensor(self._sizes)
+        known: dict[tuple[float, ...], tuple[_Shares, torch.Tensor]] = {}
         for values, used in zip(micro_batches, uses, strict=True):
             tracked = [before + int(one) for before, one in zip(tracked, used, strict=True)]
-            factors = [
+            factors = tuple(
                 (1.0 / now if module.momentum is None else module.momentum) if one else 0.0
                 for module, now, one in zip(layers, tracked, used, strict=True)
-            ]
-            momentum = torch.tensor(factors, dtype=torch.float64).repeat_interleave(sizes)
-            was_used = momentum > 0
+            )
+            if factors not in known:  # mostly all micro-batches have the same
+                momentum = torch.tensor(factors, dtype=torch.float64)[self._layer]
+                known[factors] = _Shares.of(momentum), momentum > 0
+            shares, was_used = known[factors]
             mean, variance, rests = values[count:].split([self._half, self._half, 2 * self._rest])
             before = means, variances
             for kind, of_kind in self._kinds.items():
-                these = was_used & of_kind
-                means = torch.where(these, _blend("running_mean", kind)(mean, means, momentum), means)
-                variances = torch.where(these, _blend("running_var", kind)(variance, variances, momentum), variances)
+                blended = (
+                    _blend("running_mean", kind)(mean, means, shares),
+                    _blend("running_var", kind)(variance, variances, shares),
+                )
+                if len(self._kinds) == 1 and min(factors) > 0:
+                    means, variances = blended
+                else:
+                    these = was_used & of_kind
+                    means, variances = (torch.where(these, *both) for both in zip(blended, (means, variances), strict=True))
             if self._rest:
                 lost = [self._everywhere(rest) for rest in rests.split(self._rest)]
                 precise = was_used & ~lost[0].isnan()
                 means, variances = (
-                    torch.where(precise, _double(new.double() + 2 * rest, old, momentum), now)
+                    torch.where(precise, _double(new.double() + 2 * rest, old, shares), now)
                     for new, rest, old, now in zip((mean, variance), lost, before, (means, variances), strict=True)
                 )
         for key, kept in (("running_mean", means), ("running_var", variances)):
@@ -184,29 +192,41 @@ def _look(
             here.copy_(half)
 
 
-def _plain(new: torch.Tensor, old: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
-    share, rest = _shares(momentum)
-    return share * new + rest * old
+class _Shares(NamedTuple):
+    """The shares of the new and of the old values in a running statistic: ``momentum`` and what is left of 1."""
+
+    new: torch.Tensor
+    old: torch.Tensor
+    """Both in double precision."""
+    rounded_new: torch.Tensor
+    rounded_old: torch.Tensor
+    """Both in single precision: the second is what the rounded first leaves."""
+    wide_new: torch.Tensor
+    wide_old: torch.Tensor
+    """The rounded ones in double precision again."""
+
+    @staticmethod
+    def of(momentum: torch.Tensor) -> "_Shares":
+        rounded = momentum.float()
+        rest = 1 - rounded
+        return _Shares(momentum, 1 - momentum, rounded, rest, rounded.double(), rest.double())
 
 
-def _fused_new(new: torch.Tensor, old: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+def _plain(new: torch.Tensor, old: torch.Tensor, shares: _Shares) -> torch.Tensor:
+    return shares.rounded_new * new + shares.rounded_old * old
+
+
+def _fused_new(new: torch.Tensor, old: torch.Tensor, shares: _Shares) -> torch.Tensor:
     """The product with ``new`` unrounded, as a fused multiply-add leaves it."""
-    share, rest = _shares(momentum)
-    return (share.double() * new.double() + (rest * old).double()).float()
+    return (shares.wide_new * new.double() + (shares.rounded_old * old).double()).float()
 
 
-def _fused_old(new: torch.Tensor, old: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
-    share, rest = _shares(momentum)
-    return (rest.double() * old.double() + (share * new).double()).float()
+def _fused_old(new: torch.Tensor, old: torch.Tensor, shares: _Shares) -> torch.Tensor:
+    return (shares.wide_old * old.double() + (shares.rounded_new * new).double()).float()
 
 
-def _double(new: torch.Tensor, old: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
-    return (momentum * new.double() + (1 - momentum) * old.double()).float()
-
-
-def _shares(momentum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    share = momentum.float()
-    return share, 1 - share
+def _double(new: torch.Tensor, old: torch.Tensor, shares: _Shares) -> torch.Tensor:
+    return (shares.new * new.double() + shares.old * old.double()).float()
 
 
 @cache
@@ -224,5 +244,6 @@ def _blend(key: str, kind: torch.dtype) -> _Blend:
         updated = {"running_mean": old.clone(), "running_var": old.clone()}
         nn.functional.batch_norm(x, updated["running_mean"], updated["running_var"], training=True, momentum=momentum)
         new = mean if key == "running_mean" else variance
-        left = [way for way in left if torch.equal(way(new, old, torch.tensor(momentum, dtype=torch.float64)), updated[key])]
+        shares = _Shares.of(torch.tensor(momentum, dtype=torch.float64))
+        left = [way for way in left if torch.equal(way(new, old, shares), updated[key])]
     return left[0] if left else _plain
