@@ -10,8 +10,8 @@ def contradictions(job: Job) -> Iterator[str]:
     yield from _in_training(job.train)
     yield from _between(job.train, job.pipeline)
     yield from _in_pipeline(job.pipeline)
-    if not job.output.directory:
-        yield 'output.directory: expected a directory, such as "runs/first", got ""'
+    if not job.output.directory.strip():
+        yield f'output.directory: expected a directory, such as "runs/first", got "{job.output.directory}"'
 
 
 def _in_training(train: Train) -> Iterator[str]:

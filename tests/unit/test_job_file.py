@@ -213,6 +213,7 @@ def test_missing_key_and_bad_toml() -> None:
         ('model.name="net\\u001b[31m:model"', r'got "net\x1b[31m:model"'),
         ("output.directory=r\udcff", r'output.directory: expected a text in UTF-8, got "r\udcff"'),
         ('output.directory=""', "output.directory: expected a directory"),
+        ('output.directory="  "', 'output.directory: expected a directory, such as "runs/first", got "  "'),
         ("train.batch_size=999999999999999999", "train.batch_size: expected a whole number >= 1 and <= 16777216"),
         (f"pipeline.cuts={list(range(1, 5000))}", "pipeline.cuts: 4999 entries; at most 4096"),
         ("pipeline.ranks=[-1]", "a whole number >= 0 or a list of whole numbers >= 0, not empty, got -1"),
