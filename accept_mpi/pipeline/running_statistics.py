@@ -65,7 +65,7 @@ class RunningStatistics:
         self._modules = [(name, module) for name, module in norms if module.running_mean is not None]
         self._sizes = [module.num_features for _, module in self._modules]
         kinds = [(taken or {}).get(name, torch.float32) for name, _ in self._modules]
-        sizes = torch.tensor(self._sizes)
+        sizes = torch.tensor(self._sizes, dtype=torch.int64)
         self._layer = torch.arange(len(kinds)).repeat_interleave(sizes)
         """The layer of each value."""
         self._kinds = {kind: torch.tensor([one is kind for one in kinds])[self._layer] for kind in dict.fromkeys(kinds)}

@@ -42,6 +42,14 @@ def test_replayed_statistics(layout: torch.memory_format, samples: int) -> None:
         assert torch.equal(mine, theirs), name
 
 
+def test_layers_without_any() -> None:
+    statistics = RunningStatistics(["a"], [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))])
+    with statistics.taken() as found:
+        pass
+    assert statistics.size == len(found[0]) == 0
+    statistics.replay(found)
+
+
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_statistics_of_inputs_in_lower_precision(kind: torch.dtype) -> None:
     """Torch combines them otherwise than those of others."""
