@@ -72,7 +72,7 @@ class DataPlane:
         self._outgoing: list[Sender] = []
         self._incoming: list[Receiver] = []
         self._groups: list[Moving] = []
-        self._requests: list[MPI.Request] = []
+        self._requests: list[MPI.Prequest] = []
         """Those of all channels, as the last look found them."""
         self._ends: list[Sender | Receiver] = []
         """Whose requests these are."""

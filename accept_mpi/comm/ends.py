@@ -250,6 +250,7 @@ class Sender:
         return requests
 
     def _start(self, comm: MPI.Intracomm, what: list[Any], tag: int) -> MPI.Prequest:
+        """Start to send this."""
         request = cast(MPI.Prequest, comm.Ssend_init(what, self.end.peer, tag))
         request.Start()
         return request
@@ -280,9 +281,9 @@ class Receiver:
             self._post(aligned(end.buffer_bytes))
 
     def _post(self, buffer: Bytes) -> None:
-        self._posted.append((self._receive(buffer, self.end.tag), buffer))
+        self._posted.append((self._start(buffer, self.end.tag), buffer))
 
-    def _receive(self, buffer: Bytes, tag: int) -> MPI.Prequest:
+    def _start(self, buffer: Bytes, tag: int) -> MPI.Prequest:
         """Start to receive a message."""
         request = self._comm.Recv_init([buffer, MPI.BYTE], self.end.peer, tag)
         request.Start()
@@ -371,7 +372,7 @@ class Receiver:
         if not nbytes:
             return message
         larger = aligned(nbytes)
-        self._larger = self._receive(larger, self.end.tag + _LARGER), larger
+        self._larger = self._start(larger, self.end.tag + _LARGER), larger
         return None
 
     def _again(self, wire: int) -> None:

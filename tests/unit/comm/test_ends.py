@@ -25,7 +25,7 @@ from accept_mpi.tree import LONE, Tree, flatten
 
 
 class Request:
-    """True while it is not done, as mpi4py's are."""
+    """A persistent request."""
 
     def __init__(self, buffer: Any) -> None:
         self.buffer, self.started, self.cancelled, self.done = buffer, False, False, False
