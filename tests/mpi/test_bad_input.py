@@ -54,7 +54,7 @@ TWO_RANKS = [  # job keys, extra arguments, what is said
     ({}, ["--set", "pipeline.cuts=auto", "--set", 'pipeline.backward=["bf16"]'], 'cuts = "auto" chooses the boundaries'),
     ({}, ["--set", "pipeline.gradients=float7"], 'pipeline.gradients: unknown codec "float7"'),
     ({}, ["--set", "pipeline.cuts=[9]"], "cuts [9] leave a stage empty"),
-    ({}, ["--set", "data.name=cifar10", "--set", 'data.args={path="nope"}'], "there is no file or directory nope"),
+    ({}, ["--set", "data.name=cifar10", "--set", 'data.args={path="nope"}'], "no file or directory /"),  # its whole path
     ({}, ["--set", "output.directory=/proc/nope", *BROKEN], "output.directory: cannot write to /proc/nope"),
     ({}, ["--set", "output.directory=" + "x" * 300, *BROKEN], "x: File name too long"),
     (
