@@ -274,9 +274,8 @@ class Receiver:
         self.arrived: MPI.Status | None = None
         """Status of the request of ``requests``, once it is done."""
         self._bases: dict[int, Basis] = {}
-        self.brings_bulk = not end.in_group
-        """True if the last message was larger than the kernel's receive buffer. The next one probably is, too, and then
-        arrives only as fast as this side polls. (Of a group's sums none is needed while this rank computes.)"""
+        self.took_bulk = True
+        """True if the last message was larger than the kernel's receive buffer."""
         for _ in range(_RECEIVES_POSTED):
             self._post(aligned(end.buffer_bytes))
 
@@ -331,6 +330,12 @@ class Receiver:
         self.arrived = status
 
     @property
+    def brings_bulk(self) -> bool:
+        """True if the next message probably is as large as a large last one, and then arrives only as fast as this side
+        polls. (Of a group's sums none is needed while this rank computes.)"""
+        return self.took_bulk and not self.end.in_group
+
+    @property
     def under_way(self) -> object:
         """The buffers that MPI may write to, and their requests."""
         return [*self._posted, self._larger]
@@ -341,7 +346,7 @@ class Receiver:
         if self.arrived is None or (message := self._whole(self.arrived)) is None:
             return False
         start = recorder.clock.now()
-        self.brings_bulk = message.size > _BUFFERED_BYTES and not self.end.in_group
+        self.took_bulk = message.size > _BUFFERED_BYTES
         decoded = decode(self.end.specs, message, self.end.coding, self.end.trees, self.end.in_place, self._bases)
         header = decoded.header
         if (header.boundary, header.direction) != (self.end.boundary, self.end.direction):

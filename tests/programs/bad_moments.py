@@ -120,7 +120,7 @@ def looks(runtime: Runtime) -> None:
     for shares_core, bulk in ((True, False), (True, True), (False, False)):
         recorder = Recorder(runtime.clock, runtime.rank, runtime.rank, runtime.members)
         plane = DataPlane(runtime.circle.data, runtime.messenger, recorder, lambda message: True, shares_core)
-        plane.incoming(Channel(1 - runtime.rank, 0, 0, specs, 1, Coding(), 0)).brings_bulk = bulk
+        plane.incoming(Channel(1 - runtime.rank, 0, 0, specs, 1, Coding(), 0)).took_bulk = bulk
         polled, looked, pauses, enough = [0], [0], [], threading.Event()
         move, look, interval = plane._move, plane._look, plane._interval
 
