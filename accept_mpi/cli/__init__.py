@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from accept_mpi.cli import options
 from accept_mpi.cli.terminal import last_words, outlive_terminal, printing
+from accept_mpi.device.openmp import wait_briefly
 from accept_mpi.errors import INTERRUPTED, UserError, counted, one_line
 from accept_mpi.launch.stop_signals import end_by_signals, keep_handlers
 from accept_mpi.version import __version__
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _prepare_streams()
     home = os.path.expanduser("~")  # "~" for a user that the system does not know
     os.environ.setdefault("HOME", home if home != "~" else "/")  # Open MPI does not start without one, as services may be
+    wait_briefly()
     given = _parser().parse_args(arguments)
     try:
         with printing():
