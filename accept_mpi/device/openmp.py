@@ -7,7 +7,7 @@ import os
 import platform
 
 _SPINS = 3000
-"""Turns of libgomp's waiting loop, some 60 us. Its own choice, 300,000, is longer than the kernel's time slices."""
+"""Turns of libgomp's waiting loop, some 0.1 ms. Its own choice, 300,000, is longer than the kernel's time slices."""
 
 
 def wait_briefly() -> None:

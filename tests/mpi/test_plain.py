@@ -92,7 +92,10 @@ def test_equals_the_plain_loop(trained, plain: list[dict[str, Any]], tmp_path: P
         if (case[0] == "handing" and ranks > 2) or (case[0] == "referring" and ranks > 1):
             continue
         path = write(tmp_path, number, case)
-        for schedule in EVERY if ranks == 1 else SYNCHRONOUS:
+        schedules = EVERY if ranks == 1 else SYNCHRONOUS
+        if ranks == 3:  # a job takes a second there, and each schedule has met the case on two ranks
+            schedules = (schedules[number % len(schedules)],)
+        for schedule in schedules:
             run = f"{number}-{schedule}"
             jobs.append((path, f"pipeline.schedule={schedule}", f"output.directory={run}"))
             runs.append((number, schedule, tmp_path / run))
