@@ -54,7 +54,7 @@ TWO_RANKS = [  # job keys, extra arguments, what is said
     ({}, ["--set", "pipeline.cuts=auto", "--set", 'pipeline.backward=["bf16"]'], 'cuts = "auto" chooses the boundaries'),
     ({}, ["--set", "pipeline.gradients=float7"], 'pipeline.gradients: unknown codec "float7"'),
     ({}, ["--set", "pipeline.cuts=[9]"], "cuts [9] leave a stage empty"),
-    ({}, ["--set", "data.name=cifar10", "--set", 'data.args={path="nope"}'], "no file or directory /"),  # its whole path
+    ({}, ["--set", "data.name=cifar10", "--set", 'data.args={path="nope"}'], "no file or directory HERE/nope"),
     ({}, ["--set", "output.directory=/proc/nope", *BROKEN], "output.directory: cannot write to /proc/nope"),
     ({}, ["--set", "output.directory=" + "x" * 300, *BROKEN], "x: File name too long"),
     (
@@ -89,7 +89,7 @@ def said_once(out: str, sentence: str) -> None:
 @pytest.mark.parametrize(("keys", "arguments", "sentence"), TWO_RANKS, ids=[s[:40] for _, _, s in TWO_RANKS])
 def test_one_sentence_exit_code_2(mpirun, tmp_path: Path, job: Path, keys, arguments, sentence: str) -> None:
     done = mpirun(2, "-m", "accept_mpi", "train", job, *arguments, code=2)
-    said_once(done.out, sentence)
+    said_once(done.out, sentence.replace("HERE", str(tmp_path)))
 
 
 def test_a_job_file_whose_name_is_no_text(mpirun, tmp_path: Path, job: Path) -> None:
