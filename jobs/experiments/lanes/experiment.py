@@ -1,7 +1,7 @@
 """Lanes: forward beside backward (ICPADS 2022), and several micro-batches side by side, against one action after another.
 
 First the closed form against grid search and simulator (``analysis``). Then measured: a host with two cores, and a pipeline
-of two; turns, F beside B, two lanes, what "auto" chooses, and two ranks side by side in the place of two lanes.
+of two; turns, F beside B, two lanes, what "auto" chooses, and on one host also two ranks side by side in the place of two lanes.
 """
 
 import statistics
@@ -28,30 +28,50 @@ _WAYS: dict[str, dict[str, Any]] = {
     "in turn": {"pipeline.lanes": "off"},
     "F beside B": {"pipeline.lanes": "F+B"},
     "2 lanes": {"pipeline.lanes": 2},
-    "auto": {"pipeline.lanes": "auto"},
 }
-_TURNS, _SECONDS = 2, 4.0
-_APART = "2 ranks"
+_AUTO = {"pipeline.lanes": "auto", "pipeline.cuts": "auto", "pipeline.forward": "auto", "pipeline.backward": "auto"}
+_TWO_RANKS = {"pipeline.cuts": [], "pipeline.ranks": [[1, 2]], "pipeline.gradients": "none"}
+"""Of ``beside.toml``, in which rank 0 is the host with two cores."""
+_CHOSEN = {1: "in turn", "F+B": "F beside B", 2: "2 lanes"}
+_TURNS, _SECONDS = 5, 4.0
+
+Turns = dict[tuple[str, int], list[dict[str, Result]]]
+"""Of each model and number of samples: in each turn, the result of each way."""
 
 
 def main() -> None:
     experiment = Experiment(__file__)
     draw(experiment.out / "plot.png")
-    rates: dict[tuple[str, str, int], list[dict[str, Result]]] = {}
-    for fleet in ("lone", "pair"):
-        with experiment.lab(f"{fleet}.toml"):
-            for model, samples, job in points(fleet):
-                rates[fleet, model, samples] = [measure(experiment, fleet, job, samples, turn) for turn in range(_TURNS)]
-    with experiment.lab("apart.toml"):
+    with experiment.lab("lone.toml"):
+        chosen = {}
         for model, samples, job in points("lone"):
-            for turn, found in enumerate(rates["lone", model, samples]):
-                experiment.job_file, experiment.batch = job, samples * _MICRO_BATCHES
-                keys = {"pipeline.cuts": [], "pipeline.ranks": [[0, 1]], "pipeline.gradients": "none"}
-                found[_APART] = experiment.ours(0, keys | size(samples), _SECONDS, turn, model=job)
+            experiment.job_file = job
+            found = experiment.planned(None, _AUTO | size(samples), model=job)
+            chosen[model, samples] = _CHOSEN[msgspec.json.decode(found["plan"], type=Plan).stages[0].lanes_of(0)]
+    with experiment.lab("beside.toml"):
+        given = {"pipeline.cuts": [], "pipeline.ranks": [0]}
+        lone = measured(experiment, "lone", {name: keys | given for name, keys in _WAYS.items()} | {"2 ranks": _TWO_RANKS})
+    for key, turns in lone.items():
+        for found in turns:
+            found["auto"] = found[chosen[key]]
+    with experiment.lab("pair.toml"):
+        given = {"pipeline.cuts": "even", "pipeline.forward": "bf16", "pipeline.backward": "bf16"}
+        pair = measured(experiment, "pair", {name: keys | given for name, keys in _WAYS.items()} | {"auto": _AUTO})
     text = ["# Closed form\n", compared(), gains(), others()]
-    for fleet, title in (("lone", "One host with two cores"), ("pair", "A pipeline of two hosts with two cores")):
-        text += [f"# {title}\n", report(fleet, {key[1:]: turns for key, turns in rates.items() if key[0] == fleet})]
+    text += ["# One host with two cores\n", report(lone), "# A pipeline of two hosts with two cores\n", report(pair)]
     experiment.finish("\n".join(text))
+
+
+def measured(experiment: Experiment, fleet: str, ways: dict[str, dict[str, Any]]) -> Turns:
+    """All ways at all points, one after another in each turn."""
+    rates: Turns = {}
+    for model, samples, job in points(fleet):
+        experiment.job_file, experiment.batch = job, samples * _MICRO_BATCHES
+        rates[model, samples] = [
+            {name: experiment.ours(None, keys | size(samples), _SECONDS, turn, model=job) for name, keys in ways.items()}
+            for turn in range(_TURNS)
+        ]
+    return rates
 
 
 def points(fleet: str) -> list[tuple[str, int, str]]:
@@ -67,38 +87,27 @@ def size(samples: int) -> dict[str, Any]:
     return {"train.batch_size": samples * _MICRO_BATCHES, "train.micro_batches": _MICRO_BATCHES}
 
 
-def measure(experiment: Experiment, fleet: str, job: str, samples: int, turn: int) -> dict[str, Result]:
-    """All ways, one after another."""
-    experiment.job_file, experiment.batch = job, samples * _MICRO_BATCHES
-    cuts = "even" if fleet == "pair" else []
-    found = {}
-    for name, keys in _WAYS.items():
-        auto = {"pipeline.cuts": "auto", "pipeline.forward": "auto", "pipeline.backward": "auto"}
-        given = {"pipeline.cuts": cuts, "pipeline.forward": "bf16", "pipeline.backward": "bf16"}
-        wanted = keys | (auto if name == "auto" else given) | size(samples)
-        found[name] = experiment.ours(None, wanted, _SECONDS, turn, model=job)
-    return found
-
-
-def report(fleet: str, rates: dict[tuple[str, int], list[dict[str, Result]]]) -> str:
-    """Speeds against turns, g (by which two lanes gain 2^(1-g)), what auto chose, and how well the simulator repeats each
-    run with its own times."""
-    names = [name for name in (*_WAYS, _APART) if name in next(iter(rates.values()))[0]]
+def report(rates: Turns) -> str:
+    """Speeds against turns, g (by which two lanes gain 2^(1-g)), what auto chose, the way that it is farthest behind (in the
+    median of all turns), and how well the simulator repeats each run with its own times."""
+    names = list(next(iter(rates.values()))[0])
     rows, errors = [], []
     for (model, samples), turns in rates.items():
+
+        def ratios(name: str, to: str, turns: list[dict[str, Result]] = turns) -> list[float]:
+            return [one[name]["samples_per_s"] / one[to]["samples_per_s"] for one in turns]
+
         row: list[object] = [model, samples, f"{statistics.median(one['in turn']['samples_per_s'] for one in turns):.1f}"]
         for name in names[1:]:
-            ratios = [one[name]["samples_per_s"] / one["in turn"]["samples_per_s"] for one in turns]
-            row.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
-        behind = [
-            one["auto"]["samples_per_s"] / max(one[name]["samples_per_s"] for name in _WAYS if name != "auto")
-            for one in turns
-        ]
+            found = ratios(name, "in turn")
+            row.append(f"{statistics.median(found):.2f} ({min(found):.2f}-{max(found):.2f})")
+        gain = statistics.median(ratios("2 lanes", "in turn"))
+        behind, best = min((statistics.median(ratios("auto", name)), name) for name in names if name != "auto")
         plan = msgspec.json.decode(turns[0]["auto"]["plan"], type=Plan)
         chosen = " / ".join(str(stage.lanes_of(rank)) for stage in plan.stages for rank in stage.ranks)
-        gain = statistics.median(one["2 lanes"]["samples_per_s"] / one["in turn"]["samples_per_s"] for one in turns)
-        rows.append([*row, f"{exponent_of(2, 1 / gain):.2f}", f"{statistics.median(behind):.2f}", chosen])
-        errors += [error for one in turns for name in names if (error := replay_error(one[name])) is not None]
+        rows.append([*row, f"{exponent_of(2, 1 / gain):.2f}", f"{behind:.2f} ({best})", chosen])
+        runs = {one[name]["log"]: one[name] for one in turns for name in names}
+        errors += [error for run in runs.values() if (error := replay_error(run)) is not None]
     head = ["model", "samples a micro-batch", "in turn, samples/s", *(f"{name} / in turn" for name in names[1:])]
     text = table([*head, "g", "auto / best", "lanes of auto"], rows)
     if errors:
