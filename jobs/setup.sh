@@ -22,6 +22,8 @@ fi
 
 # One computing thread a rank, since all ranks share this machine; more ranks than cores; root, as in containers.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# (":oversubscribe" alone names no policy, and all ranks start on the first host.) Hosts by their full names.
+# (":oversubscribe" alone names no policy, and all ranks start on the first host.) Hosts by their full names, and of several
+# kinds (accept_mpi/launch/README.md).
 export PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe PRTE_MCA_prte_keep_fqdn_hostnames=1
+export PRTE_MCA_prte_hetero_nodes=1
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

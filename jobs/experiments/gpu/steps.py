@@ -18,6 +18,7 @@ import torch
 from plain import loop
 
 from accept_mpi.job_file import parse
+from accept_mpi.launch import mpirun
 from accept_mpi.logs.format import KINDS
 from accept_mpi.logs.reader import open_log
 from accept_mpi.plan import Plan
@@ -124,7 +125,7 @@ def ours(text: str, devices: list[str], steps: int) -> Run:
     """Train a job under mpirun, with a device for each rank."""
     path = OUT / "job.toml"
     path.write_text(text)
-    command = [str(Path(sys.executable).with_name("mpirun")), "--bind-to", "none"]
+    command = [mpirun.path(), "--bind-to", "none"]
     for device in devices:
         command += [*(":" if "-n" in command else ""), "-n", "1", "env", f"ACCEPT_MPI_DEVICE={device}"]
         command += [sys.executable, "-m", "accept_mpi", "train", str(path), "--quiet"]

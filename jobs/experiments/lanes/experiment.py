@@ -1,7 +1,7 @@
 """Lanes: forward beside backward (ICPADS 2022), and several micro-batches side by side, against one action after another.
 
 First the closed form against grid search and simulator (``analysis``). Then measured: a host with two cores, and a pipeline
-of two; turns, F beside B, two lanes, what "auto" chooses, and on one host also two ranks side by side in the place of two lanes.
+of two; turns, F beside B, two lanes, what "auto" chooses, and on one host two ranks side by side in the place of two lanes.
 """
 
 import statistics

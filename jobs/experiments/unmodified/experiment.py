@@ -21,6 +21,7 @@ from models import MODELS, Model
 
 from accept_mpi.data import load as load_data
 from accept_mpi.job_file import parse
+from accept_mpi.launch import mpirun
 from accept_mpi.models import Whole, model_of
 from accept_mpi.models.base import Chain
 from accept_mpi.models.shared import uncuttable
@@ -144,9 +145,19 @@ def equal(chain: Chain, path: Path, folder: Path, ranks: int, expected: dict[str
     possible = [cut for cut in range(1, len(chain)) if cut not in uncuttable(chain.shared(), len(chain), True)]
     cuts = [possible[n * len(possible) // ranks] for n in range(1, ranks)]
     shutil.rmtree(folder / "run", ignore_errors=True)
-    mpirun = str(Path(sys.executable).with_name("mpirun"))
     run(
-        [mpirun, "-n", str(ranks), sys.executable, "-m", "accept_mpi", "train", str(path), "--set", f"pipeline.cuts={cuts}"],
+        [
+            mpirun.path(),
+            "-n",
+            str(ranks),
+            sys.executable,
+            "-m",
+            "accept_mpi",
+            "train",
+            str(path),
+            "--set",
+            f"pipeline.cuts={cuts}",
+        ],
         folder,
     )
     state = Checkpoint(folder / "run").whole()

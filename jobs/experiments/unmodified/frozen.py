@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from accept_mpi.job_file import parse
+from accept_mpi.launch import mpirun
 from accept_mpi.logs.reader import open_log
 from accept_mpi.models import Whole, model_of
 from accept_mpi.plan import Plan
@@ -66,7 +67,7 @@ def main() -> None:
 
 def train(path: Path, frozen: bool, ranks: int) -> float:
     """Median seconds of a step."""
-    command = [str(Path(sys.executable).with_name("mpirun")), "-n", str(ranks), sys.executable, "-m", "accept_mpi", "train"]
+    command = [mpirun.path(), "-n", str(ranks), sys.executable, "-m", "accept_mpi", "train"]
     more = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
     settings = ["--set", FROZEN] if frozen else []
     subprocess.run([*command, str(path), *settings, "--quiet"], env=os.environ | more, check=True, capture_output=True)

@@ -38,7 +38,7 @@ def mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f'[ "$code" = 0 -a -e {tmp_path}/done ] && echo "step 5  done: no evaluation"',
         "exit ${code:-1}",
     )
-    monkeypatch.setattr(supervisor, "_mpirun", lambda: str(found))
+    monkeypatch.setattr("accept_mpi.launch.mpirun.path", lambda: str(found))
     monkeypatch.setattr(supervisor, "_POLL", 0.01)
     (tmp_path / "done").touch()
     monkeypatch.chdir(tmp_path)
@@ -73,7 +73,9 @@ def test_one_rank_a_line_on_its_own_host(tmp_path: Path, mpirun: Path, monkeypat
     assert "-n 3 " in calls[0]
     assert re.search(r"--run \S+/1/1,2\b", calls[0])
     assert (tmp_path / "hosts").read_text() == "pi.kitchen.lan slots=1\npi.attic.lan slots=2\n"
-    assert "PRTE_MCA_prte_keep_fqdn_hostnames=1\n" in (tmp_path / "env").read_text()
+    told = (tmp_path / "env").read_text()
+    assert "PRTE_MCA_prte_keep_fqdn_hostnames=1\n" in told
+    assert "PRTE_MCA_prte_hetero_nodes=1\n" in told  # else mpirun crashes on some hosts: tests/lab/test_several_machines.py
 
 
 def test_a_host_without_the_checkout(tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
