@@ -48,11 +48,12 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lab(checkout: Path) -> Iterator[Laboratory]:
-    """The first four of README's hosts; two have another network, too, which leads nowhere."""
+    """The first of README's hosts, of which the laptop has two cores; two have another network, too, which ends nowhere."""
     homes = {name: checkout.parent / f"home-of-{name}" for name in NAMES}
     for home in homes.values():
         home.mkdir()
-    with Laboratory(f"several-{os.getpid()}").using([Host(name, 1.0) for name in NAMES], homes=homes) as lab:
+    hosts = [Host(name, 1.0, threads=1 + (name == "laptop")) for name in NAMES]
+    with Laboratory(f"several-{os.getpid()}").using(hosts, homes=homes) as lab:
         for place, name in enumerate(NAMES[:2]):
             space = ("ip", "-n", lab.network.namespace(name))
             subprocess.run([*space, "link", "add", "eth1", "type", "veth", "peer", "name", "far"], check=True)
@@ -78,6 +79,16 @@ def networks(lab: Laboratory) -> str:
     return str(line.replace("192.168.1.0/24", lab.network.cidr))
 
 
+def commands() -> list[str]:
+    """What to call on the first machine: an export, ``doctor``, ``launch``."""
+    *_, block = blocks(section("Four Pis and a laptop"))
+    export, doctor, launch = block.splitlines()
+    assert export.startswith("export ")
+    assert "doctor" in doctor
+    assert "launch" in launch
+    return [export, doctor, launch]
+
+
 def hostfile() -> str:
     _, edges, *_ = blocks(section("Four Pis and a laptop"))
     assert re.findall(r"^(\w+) slots=1$", edges, re.MULTILINE)[: len(NAMES)] == NAMES
@@ -86,20 +97,25 @@ def hostfile() -> str:
 
 def test_do_all_answer(lab: Laboratory, checkout: Path) -> None:
     (checkout / "edges").write_text(hostfile())
-    *_, commands = blocks(section("Four Pis and a laptop"))
-    doctor, _ = commands.splitlines()
-    assert "doctor" in doctor
-    out = on_laptop(lab, checkout, f"{networks(lab)}\n{doctor}")
+    export, doctor, _ = commands()
+    out = on_laptop(lab, checkout, f"{networks(lab)}\n{export}\n{doctor}")
     for rank, name in enumerate(NAMES):
         assert re.search(rf"\b{rank}\W+{name}\b", out), out
+
+
+def test_mpirun_starts_each_time(lab: Laboratory, checkout: Path) -> None:
+    """It crashed at every second start, as the Pis are alike and the laptop is not, until it was told so."""
+    (checkout / "edges").write_text(hostfile())
+    export, doctor, _ = commands()
+    start = doctor.split(" -m ")[0].replace("/python", "/python -V")
+    out = on_laptop(lab, checkout, "\n".join([networks(lab), export, *[start] * 8]))
+    assert out.count("Python 3") == 8 * len(NAMES), out
 
 
 @pytest.mark.parametrize("slots", [True, False])
 def test_each_rank_is_on_its_own_host(lab: Laboratory, checkout: Path, slots: bool) -> None:
     (checkout / "edges").write_text(hostfile() if slots else hostfile().replace(" slots=1", ""))
-    *_, commands = blocks(section("Four Pis and a laptop"))
-    _, launch = commands.splitlines()
-    assert "launch" in launch
+    *_, launch = commands()
     shutil.rmtree(checkout / "runs", ignore_errors=True)
     out = on_laptop(lab, checkout, f"{networks(lab)}\n{launch}")
     assert "starting 4 ranks\n" in out, out

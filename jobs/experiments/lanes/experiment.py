@@ -33,7 +33,7 @@ _AUTO = {"pipeline.lanes": "auto", "pipeline.cuts": "auto", "pipeline.forward": 
 _TWO_RANKS = {"pipeline.cuts": [], "pipeline.ranks": [[1, 2]], "pipeline.gradients": "none"}
 """Of ``beside.toml``, in which rank 0 is the host with two cores."""
 _CHOSEN = {1: "in turn", "F+B": "F beside B", 2: "2 lanes"}
-_TURNS, _SECONDS = 5, 4.0
+_TURNS, _SECONDS = 3, 4.0
 
 Turns = dict[tuple[str, int], list[dict[str, Result]]]
 """Of each model and number of samples: in each turn, the result of each way."""
