@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from accept_mpi.device.allocator import share_arena
+from accept_mpi.device.networks import within_host
 
 # Above its eager limit, Open MPI asks the receiver before it sends (rendezvous). On a slow link with traffic both ways,
 # question and answer queue behind bulk data while the link idles (50 Mbit/s, 0.5 MB per micro-batch each way: 156 ms per
@@ -18,5 +19,13 @@ for _name in ("eager_limit", "rndv_eager_limit", "max_send_size"):
 if not any(Path("/sys/class", kind).is_dir() for kind in ("infiniband", "cxi", "hfi1")):
     for _name in ("btl", "mtl"):
         os.environ.setdefault(f"OMPI_MCA_{_name}", "^ofi")
+
+# Docker's bridge has the same address on every host: MPI would take those of two hosts for a network that both have, and
+# wait for ever. Where the user has chosen among networks, also in files of Open MPI, mpirun tells its ranks so. (In a process
+# that is no rank it stays unset, since an mpirun started there may be told what to include.)
+_NETWORKS = "OMPI_MCA_btl_tcp_if_"
+if "OMPI_COMM_WORLD_SIZE" in os.environ and not any(_NETWORKS + _name in os.environ for _name in ("include", "exclude")):
+    if _within := within_host():
+        os.environ[_NETWORKS + "exclude"] = ",".join(["127.0.0.1/8", "sppp", *_within])  # the first two are MPI's own
 
 share_arena()  # before MPI starts threads

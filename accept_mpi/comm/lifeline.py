@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accept_mpi.comm.messenger import Messenger
+from accept_mpi.device.networks import addresses
 
 log = logging.getLogger(__name__)
 
@@ -200,14 +201,7 @@ def _receive_exactly(peer: socket.socket, count: int) -> bytes:
 
 def _addresses() -> list[str]:
     """This host's IPv4 addresses. The loopback comes first: on another host it is refused at once, so trying it is cheap."""
-    found = ["127.0.0.1"]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError, ImportError):
-                import fcntl  # not on Windows
-
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                found.append(socket.inet_ntoa(answer[20:24]))
+    found = ["127.0.0.1", *(str(each.ip) for each in addresses().values())]
     with contextlib.suppress(OSError, UnicodeError):  # a name that no server knows, or that none could
         found.append(socket.gethostbyname(socket.gethostname()))
     return list(dict.fromkeys(found))

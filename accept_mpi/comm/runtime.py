@@ -26,12 +26,15 @@ from accept_mpi.comm.links import clock_offset
 from accept_mpi.comm.membership import Circle, leave_together, stay, survivable
 from accept_mpi.comm.messenger import Messenger
 from accept_mpi.device.facts import host_facts
+from accept_mpi.device.networks import addresses
 from accept_mpi.errors import INTERRUPTED, Agreed, DeadlineError, NonFiniteLoss, ProtocolError, Stopped, UserError, UsersBug
 from accept_mpi.logs.recorder import Clock
 
 T = TypeVar("T")
 
 _AGREE_SECONDS = 600.0
+_MEET_SECONDS = 20.0
+"""Seconds after which rank 0 says that it has not met all others yet. All have started by then, and need less than one."""
 _END_SECONDS = 5.0
 _REGROUP_SECONDS = 30.0
 
@@ -40,7 +43,7 @@ class Runtime:
     """This process as a rank of the job; ``start`` creates it."""
 
     def __init__(self) -> None:
-        with _within(_AGREE_SECONDS, _not_met):
+        with _within(_MEET_SECONDS, _not_met_yet), _within(_AGREE_SECONDS, _not_met):
             self.circle = Circle.of(MPI.COMM_WORLD)
         self.rank, self.size = self.world.rank, self.world.size
         self.members = list(range(self.size))
@@ -320,6 +323,13 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
+
+
+def _not_met_yet() -> None:
+    if MPI.COMM_WORLD.rank == 0:
+        has = ", ".join(f"{name} {at}" for name, at in addresses().items() if not at.ip.is_loopback)
+        text = f"the ranks do not reach each other through MPI yet, after {_MEET_SECONDS:.0f} s; this host's networks: {has}"
+        _say(f'note: {text}; see README, "Before the first run"')
 
 
 def _not_met() -> None:

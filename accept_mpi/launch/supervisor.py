@@ -23,7 +23,7 @@ import msgspec
 
 from accept_mpi.errors import Stopped, TooFewDevices, UserError, counted
 from accept_mpi.job_file import parse, read_text
-from accept_mpi.launch import host_file, mpirun
+from accept_mpi.launch import host_file, mpirun, networks
 from accept_mpi.launch.host_file import Host, answering
 from accept_mpi.launch.ownership import Lock
 from accept_mpi.launch.run_identity import RunIdentity
@@ -237,7 +237,7 @@ class Supervisor:
         _say(f"starting {counted(ranks or 1, 'rank')}{without}")
         # A separate process group, so that Ctrl-C reaches mpirun only through this process.
         pipe = subprocess.PIPE
-        environment = mpirun.ENVIRONMENT | os.environ
+        environment = mpirun.ENVIRONMENT | networks.environment(hosts) | os.environ
         return _Start(subprocess.Popen(command, start_new_session=True, stdout=pipe, stderr=pipe, env=environment), hosts)
 
     def _watch(self, start: _Start) -> str:

@@ -61,6 +61,7 @@ def test_ranks_that_do_not_meet_say_so(mpirun, tmp_path: Path) -> None:
     """They waited within MPI for ever: for one that hangs, or over a network that carries none of its messages."""
     (tmp_path / "hangs.py").write_text(
         "import os, signal\nfrom accept_mpi.comm import runtime\nruntime._AGREE_SECONDS = 3.0\n"
+        "runtime._MEET_SECONDS = 1.0\n"
         "if runtime.MPI.COMM_WORLD.rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
         "runtime.Runtime.start()\n"
     )
@@ -68,6 +69,7 @@ def test_ranks_that_do_not_meet_say_so(mpirun, tmp_path: Path) -> None:
     assert out.code == 1, out.out
     assert "rank 0 on host" in out.out
     assert "could not reach each other through MPI within 3 s" in out.out
+    assert "note: the ranks do not reach each other through MPI yet, after 1 s; this host's networks: " in out.out
 
 
 DOWNLOADS = """
