@@ -21,11 +21,11 @@ if not any(Path("/sys/class", kind).is_dir() for kind in ("infiniband", "cxi", "
         os.environ.setdefault(f"OMPI_MCA_{_name}", "^ofi")
 
 # Docker's bridge has the same address on every host: MPI would take those of two hosts for a network that both have, and
-# wait for ever. Where the user has chosen among networks, also in files of Open MPI, mpirun tells its ranks so. (In a process
-# that is no rank it stays unset, since an mpirun started there may be told what to include.)
+# wait for ever. Where the user has chosen among networks, also in files of Open MPI, mpirun tells its ranks so. (Unset in a
+# process that is no rank, since an mpirun that is started there may be told what to include.)
 _NETWORKS = "OMPI_MCA_btl_tcp_if_"
-if "OMPI_COMM_WORLD_SIZE" in os.environ and not any(_NETWORKS + _name in os.environ for _name in ("include", "exclude")):
-    if _within := within_host():
-        os.environ[_NETWORKS + "exclude"] = ",".join(["127.0.0.1/8", "sppp", *_within])  # the first two are MPI's own
+_is_chosen = any(_NETWORKS + _name in os.environ for _name in ("include", "exclude"))
+if "PMIX_RANK" in os.environ and not _is_chosen and (_within := within_host()):
+    os.environ[_NETWORKS + "exclude"] = ",".join(["127.0.0.1/8", "sppp", *_within])  # the first two are MPI's own
 
 share_arena()  # before MPI starts threads
