@@ -29,6 +29,7 @@ F64 = npt.NDArray[np.float64]
 _PASSES = 3  # over a group's gradients, apart from sending them
 _STEPS = 3  # steps that are simulated
 _MANY = 20_000  # above this many (stages x micro-batches), simulate only the start of a step and extrapolate
+_WAYS = ((Direction.FORWARD, Direction.BACKWARD), (Direction.BACKWARD, Direction.FORWARD))  # each, and the other one
 _UNDER_WAY = 3  # messages that a device has on their way to another at most (``comm.ends``)
 _STEADY = 4  # steps of a pipeline that flows that count, between those that fill it and those that drain it
 
@@ -121,6 +122,10 @@ class Forecast:
         for rank, share in zip(self._ranks, self._shares, strict=True):
             self._rank_shares[rank] += share
         self._steps = _STEPS if self._micro_batches == micro_batches else 1
+        self._known: dict[tuple[object, ...], float] = {}
+        """Seconds of messages, and of handling them, with certain codecs: who chooses codecs asks a hundred times."""
+        self._alone = np.array([[self._compute(d, k) for k in PackedSchedule.KINDS] for d in range(len(profiles))])
+        self._sums = np.array([self.sum_seconds(stage) for stage in range(self._stages)])
 
     def with_profiles(self, profiles: Sequence[StageTimes]) -> "Forecast":
         """The same pipeline with other times of its devices."""
@@ -315,17 +320,25 @@ class Forecast:
     def _seconds(self, codecs: Mapping[Crossing, str]) -> tuple[F64, F64, F64]:
         """Seconds of F, B, W and U (devices, 4), of transfers (sending device, receiving device), and those of them for
         which a transfer holds the link: while a message is on its way others may follow."""
-        devices = range(len(self.profiles))
-        compute = np.array([[self._compute(d, kind) for kind in PackedSchedule.KINDS] for d in devices])
+        devices, known = range(len(self.profiles)), self._known
+        compute = self._alone.copy()
         for way in Direction:  # F and B, which take the messages
-            compute[:, way] += [self.handling(d, way, codecs) for d in devices]
+            for d, stage in enumerate(self.groups.stages):
+                key = d, way, codecs.get((stage - 1, way)), codecs.get((stage, way))
+                if key not in known:
+                    known[key] = self.handling(d, way, codecs)
+                compute[d, way] += known[key]
         took, held = np.zeros((2, len(devices), len(devices)))
         for boundary in range(self._stages - 1):
-            for way in Direction:
+            for way, other_way in _WAYS:
                 senders, receivers = (self._held_by[stage] for stage in way.ends(boundary))
                 name = codecs[boundary, way]
+                beside = codecs.get((boundary - 1, other_way)), codecs.get((boundary + 1, other_way))
                 for source, target in itertools.product(senders, receivers):
-                    seconds = self._between(source, target, (boundary, way), name, codecs)
+                    pair = source, target, boundary, way, name, *beside
+                    if pair not in known:
+                        known[pair] = self._between(source, target, (boundary, way), name, codecs)
+                    seconds = known[pair]
                     _, latency = self._link(source, target, (boundary, way))
                     took[source, target], held[source, target] = seconds, max(seconds - latency, seconds / _UNDER_WAY)
         return compute, took, held
@@ -378,9 +391,8 @@ class Forecast:
 
     def _timed(self, lists: PackedSchedule, codecs: Mapping[Crossing, str]) -> tuple[F64, F64]:
         """Starts and ends in seconds of all actions of some steps, in the order of ``lists``."""
-        sums = np.array([self.sum_seconds(stage) for stage in range(self._stages)])
         compute, took, held = self._seconds(codecs)
-        return simulate_packed(lists, compute, took, sums, held)
+        return simulate_packed(lists, compute, took, self._sums, held)
 
     def _run(self, walks: list[list[Action]], codecs: Mapping[Crossing, str]) -> Simulated:
         compute, took, held = self._seconds(codecs)

@@ -24,7 +24,7 @@ from accept_mpi.pipeline.deal import early_sums, early_worth
 from accept_mpi.pipeline.schedule import waits_for_sum
 from accept_mpi.plan import Plan
 from accept_mpi.planning.codec_choice import AUTO, EXACT, TOLERANCE, gradient_codec, possible_sums
-from accept_mpi.planning.estimate import Estimate, estimate, fits
+from accept_mpi.planning.estimate import Estimate, estimate, fits, least_seconds, roughly
 from accept_mpi.planning.forecast import sent_for_sum, sum_handling
 from accept_mpi.planning.formulation import NEVER
 from accept_mpi.planning.job_plan import open_plan
@@ -37,6 +37,7 @@ from accept_mpi.profiling.cluster_profile import ClusterProfile
 MOST_DEVICES = 12  # with more, no groups are tried
 _MOST_DIVISIONS = 400  # divisions that are tried
 _MOST_ESTIMATED = 24  # of the best found, how many are simulated
+_MOST_CHOSEN = 8  # for how many of these codecs are chosen
 _MUCH = 1e7  # divisions x layers x layers x codecs, above which all divisions are tried with cuts at few places first
 _COARSE = 48  # runs of layers between these
 _MOST_PROMISING = 8  # divisions that are then tried with cuts at all places
@@ -48,34 +49,54 @@ Group = tuple[int, ...]
 Division = tuple[Group, ...]
 
 
-def hybrid_plans(cluster: ClusterProfile, job: Job, problems: Sequence[tuple[Problem, float]]) -> list[Estimate]:
-    """Estimates of the most promising plans with groups, fastest first; with the mildest way of summing gradients whose best
-    plan is nearly as fast as the fastest, if the job leaves that open. ``problems``: those of the devices alone, on links at
-    different loads, each with the seconds per step of the best plan without groups there."""
+Limits = tuple[float, float]
+"""Seconds per step of interest: on links as measured, and on loaded ones."""
+
+
+def hybrid_plans(cluster: ClusterProfile, job: Job, problems: Sequence[Sequence[Problem]], most: Limits) -> list[Estimate]:
+    """Estimates of the most promising plans with groups that may stay below one of the limits, fastest first; with the
+    mildest way of summing gradients whose best plan is nearly as fast as the fastest, if the job leaves that open.
+    ``problems``: pairs of those of the devices alone, on links as measured and on loaded ones."""
     devices = len(cluster.devices)
     if not job.pipeline.groups or not 1 < devices <= MOST_DEVICES or micro_batches_of(job) < 2:
         return []
-    by_sums = [found for name in possible_sums(job) if (found := _summed(cluster, job, name, problems))]
-    longest = (1 + TOLERANCE) * min((found[0].expected for found in by_sums), default=0.0)
-    return next((found for found in by_sums if found[0].expected <= longest), [])
+    if most[1] <= least_seconds(cluster, job):
+        return []
+    names, tried = possible_sums(job), [list(_divisions(cluster, problem)) for problem, _ in problems]
+    by_sums: dict[str, list[Estimate]] = {}
+    promising: list[dict[Division, None]] = [{} for _ in problems]
+    for name in dict.fromkeys([names[0], names[-1], *names]):  # other sums are tried where the mildest or strongest do well
+        among = tried if name in (names[0], names[-1]) else promising
+        found = _summed(cluster, job, name, problems, most, among, promising)
+        if found:
+            by_sums[name] = found
+            # A way is chosen if it is the first within TOLERANCE of the fastest.
+            share = 1.0 if name == names[0] else 1 + TOLERANCE
+            most = min(most[0], share * found[0].step), min(most[1], share * found[0].loaded)
+    longest = (1 + TOLERANCE) * min((found[0].expected for found in by_sums.values()), default=0.0)
+    return next((by_sums[name] for name in names if name in by_sums and by_sums[name][0].expected <= longest), [])
 
 
-def _summed(cluster: ClusterProfile, job: Job, sums: str, problems: Sequence[tuple[Problem, float]]) -> list[Estimate]:
-    """The same for gradients that are summed as ``sums`` says."""
+def _summed(
+    cluster: ClusterProfile, job: Job, sums: str, problems: Sequence[Sequence[Problem]], most: Limits,
+    among: Sequence[Iterable[Division]], promising: Sequence[dict[Division, None]],
+) -> list[Estimate]:  # fmt: skip
+    """The same for gradients that are summed as ``sums`` says, with some divisions for each pair of problems. Adds the most
+    promising of these to ``promising``."""
     found: dict[Plan, Estimate] = {}
-    for problem, best in problems:
-        maker = _Groups(cluster, job, problem, sums)
-        divisions = list(_divisions(cluster, problem))
-        reached = best * 1.02 / problem.real_micro_batches  # seconds per micro-batch
-        if len(divisions) * problem.layers**2 * len(problem.bytes_per_value) > _MUCH:
-            coarse = _Groups(cluster, job, problem, sums, few_edges(problem, _COARSE))
-            promising = _solutions(coarse, divisions, 1.05 * reached, 1.1)
-            # Where a pipeline fills and drains at each step, the shortest step is not that of the least bottleneck.
-            most = _MOST_ESTIMATED if problem.fill else _MOST_PROMISING
-            divisions = [one.division for one in promising[:most]]
-        promising = _solutions(maker, divisions, reached, 1.05)[:_MOST_ESTIMATED]
-        few = problem.is_short
-        _simulate(found, maker, promising + (_alone(maker, divisions) if few else []), best, few)
+    for pair, tried, good in zip(problems, among, promising, strict=True):
+        for problem, best in zip(pair, most, strict=True):
+            maker, divisions = _Groups(cluster, job, problem, sums), list(tried)
+            reached = best * 1.02 / problem.real_micro_batches  # seconds per micro-batch
+            if len(divisions) * problem.layers**2 * len(problem.bytes_per_value) > _MUCH:
+                coarse = _Groups(cluster, job, problem, sums, few_edges(problem, _COARSE))
+                # Where a pipeline fills and drains at each step, the shortest step is not that of the least bottleneck.
+                count = _MOST_ESTIMATED if problem.fill else _MOST_PROMISING
+                divisions = [one.division for one in _solutions(coarse, divisions, 1.05 * reached, 1.1)[:count]]
+            solutions = _solutions(maker, divisions, reached, 1.05)[:_MOST_ESTIMATED]
+            good |= dict.fromkeys(one.division for one in solutions)
+            few = problem.is_short
+            _simulate(found, maker, solutions + (_alone(maker, divisions) if few else []), best, few)
     fitting = [one for one in found.values() if one.plan.hybrid and fits(cluster, one)]
     return sorted(fitting, key=lambda one: one.expected)
 
@@ -90,9 +111,13 @@ def _simulate(found: dict[Plan, Estimate], maker: "_Groups", promising: Iterable
             found[plan] = estimate(maker.cluster, maker.job, plan)
         return found[plan].expected if fits(maker.cluster, found[plan]) else math.inf
 
+    def rough(one: _Found) -> float:
+        return roughly(maker.cluster, maker.job, maker.plan(one.division, one.solution))
+
     reached: dict[_Found, float] = {}
-    for one in promising:
-        if one.seconds * micro_batches_of(maker.job) <= best:  # what is simulated takes at least as long
+    left = [one for one in promising if one.seconds * micro_batches_of(maker.job) <= best]  # simulated, it takes as long
+    for one in sorted(left, key=rough)[:_MOST_CHOSEN] if len(left) > _MOST_CHOSEN else left:
+        if one.seconds * micro_batches_of(maker.job) <= best:
             reached[one] = seconds(one.division, one.solution)
             best = min(best, reached[one])
     if few and reached:
@@ -209,6 +234,17 @@ def _kinds(cluster: ClusterProfile, problem: Problem) -> list[int]:
             found.append(len(firsts))
             firsts.append(n)
     return found
+
+
+def _ends(runs: F64, dealt: int) -> F64:
+    """When members end with so many micro-batches, the next of which goes to whoever would end it first. ``runs`` (members,
+    K): seconds of each member for one micro-batch, in K cases."""
+    ends, cases = np.zeros_like(runs), np.arange(runs.shape[1])
+    for _ in range(dealt):
+        then = ends + runs
+        member = then.argmin(axis=0)
+        ends[member, cases] = then[member, cases]
+    return ends
 
 
 @dataclass(frozen=True)
@@ -343,9 +379,8 @@ class _Groups:
         runs = runs + np.array([sum_handling(devices[m], gradients, sent, contributions, codec) for m in members])
         dealt = min(count, _MOST_DEALT)
         ends = np.zeros_like(runs)
-        for _ in range(dealt):
-            member = (ends + runs).argmin(axis=0)
-            np.put_along_axis(ends, member[None], np.take_along_axis(ends + runs, member[None], 0), 0)
+        upper = np.triu_indices(runs.shape[1], 1)
+        ends[:, *upper] = _ends(runs[:, *upper], dealt)
         whole = ends.max(axis=0) / dealt
         pairs = [float(problem.rate[a, b]) for a, b in itertools.permutations(members, 2)]
         links = problem.host_link[members][:, None, None]

@@ -246,8 +246,9 @@ def _searched(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate
     if problem.is_short:
         best = _best(possible | _refined(problem, possible, cluster, job))
     best = _spared(problem, best, cluster, job)
-    both = [(one, reached) for pair in problems for one, reached in zip(pair, (best[0].step, best[0].loaded), strict=True)]
-    hybrid = next(iter(hybrid_plans(cluster, job, both)), None)
+    # A plan that is expected to be so much faster is so with links as measured, or with loaded ones.
+    limits = _GROUPS_IMPROVE * best[0].step, _GROUPS_IMPROVE * best[0].loaded
+    hybrid = next(iter(hybrid_plans(cluster, job, problems, limits)), None)
     if hybrid and hybrid.expected < _GROUPS_IMPROVE * best[0].expected:
         return hybrid, even
     if held and (near := _nearest(problem, best[1], cluster, job, held)) != best[1]:
