@@ -37,7 +37,7 @@ from accept_mpi.profiling.cluster_profile import ClusterProfile
 MOST_DEVICES = 12  # with more, no groups are tried
 _MOST_DIVISIONS = 400  # divisions that are tried
 _MOST_ESTIMATED = 24  # of the best found, how many are simulated
-_MOST_CHOSEN = 8  # for how many of these codecs are chosen
+_MOST_CHOSEN = 8  # for how many of these that fit codecs are chosen
 _MUCH = 1e7  # divisions x layers x layers x codecs, above which all divisions are tried with cuts at few places first
 _COARSE = 48  # runs of layers between these
 _MOST_PROMISING = 8  # divisions that are then tried with cuts at all places
@@ -116,8 +116,8 @@ def _simulate(found: dict[Plan, Estimate], maker: "_Groups", promising: Iterable
 
     reached: dict[_Found, float] = {}
     left = [one for one in promising if one.seconds * micro_batches_of(maker.job) <= best]  # simulated, it takes as long
-    for one in sorted(left, key=rough)[:_MOST_CHOSEN] if len(left) > _MOST_CHOSEN else left:
-        if one.seconds * micro_batches_of(maker.job) <= best:
+    for one in sorted(left, key=rough) if len(left) > _MOST_CHOSEN else left:
+        if one.seconds * micro_batches_of(maker.job) <= best and sum(map(math.isfinite, reached.values())) < _MOST_CHOSEN:
             reached[one] = seconds(one.division, one.solution)
             best = min(best, reached[one])
     if few and reached:
