@@ -86,11 +86,15 @@ class Shells:
         (self.folder / "config").write_text("\n".join(settings) + "\n")
 
     def inside(self, host: str | None = None) -> str:
-        """Beginning of a shell command line that runs the rest with these files in place: on a host, or outside of all."""
-        binds = [(self.folder / "hosts", _NAMES), (self.folder / "config", _CONFIG)]
+        """Beginning of a shell command line that runs the rest with these files in place: on a host, or outside of all. On a
+        host also with what the kernel shows of its networks."""
+        binds, steps = [(self.folder / "hosts", _NAMES), (self.folder / "config", _CONFIG)], []
         if host:
             binds.append((self.folder / f"{host}.passwd", _USERS))
-        steps = [f"mount --bind {shlex.quote(str(ours))} {theirs} &&" for ours, theirs in binds if theirs.exists()]
+            own = shlex.quote(str(self.folder / "sys"))
+            steps = [f"mkdir -p {own} && mount -t sysfs sysfs {own} &&"]
+            steps += [f"mount --bind {own}/{shown} /sys/{shown} &&" for shown in ("class/net", "devices/virtual/net")]
+        steps += [f"mount --bind {shlex.quote(str(ours))} {theirs} &&" for ours, theirs in binds if theirs.exists()]
         steps.append('exec "$@"')
         return f"unshare --mount sh -c {shlex.quote(' '.join(steps))} sh"
 
