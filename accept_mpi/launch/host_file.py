@@ -12,14 +12,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from accept_mpi.errors import UserError
 from accept_mpi.files.regular import read_regular
+
+T = TypeVar("T")
 
 ASK_SECONDS = 9.0
 """Seconds after which a host that does not answer counts as lost."""
@@ -209,17 +211,21 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _here(names: set[str]) -> set[str]:
-    """The names that mean this machine. Each is looked up in a thread, since an unknown name may take seconds."""
-    found: set[str] = set()
-    threads = [
-        threading.Thread(target=lambda name=name: found.add(name) if is_here(name) else None, daemon=True) for name in names
-    ]
+    """The names that mean this machine."""
+    return {name for name, here in looked_up(names, is_here, ASK_SECONDS).items() if here}
+
+
+def looked_up(names: Iterable[str], look_up: Callable[[str], T], seconds: float) -> dict[str, T]:
+    """What ``look_up`` returns for each name, without those for which it takes longer than ``seconds``. Each is looked up in
+    a thread, since an unknown name may take seconds."""
+    found: dict[str, T] = {}
+    threads = [threading.Thread(target=lambda name=name: found.update({name: look_up(name)}), daemon=True) for name in names]
     for thread in threads:
         thread.start()
-    until = time.monotonic() + ASK_SECONDS
+    until = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
-    return set(found)
+    return dict(found)
 
 
 def is_here(name: str) -> bool:

@@ -4,13 +4,11 @@ import ipaddress
 import os
 import socket
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from accept_mpi.device.networks import addresses
-from accept_mpi.launch.host_file import Host
+from accept_mpi.launch.host_file import Host, looked_up
 
 _SECONDS = 5.0
 """Seconds for names to be looked up; those of a file that ssh alone knows may take longer."""
@@ -46,26 +44,16 @@ def network_of(hosts: Sequence[Host]) -> ipaddress.IPv4Network | None:
     others = [host for host in hosts if not host.here]
     if not others or any(host.port for host in others):
         return None
-    found = _looked_up([host.name for host in others])
+    known = looked_up([host.name for host in others], _ipv4, _SECONDS)
+    found = [known.get(host.name, []) for host in others]
     mine = [address.network for address in addresses().values() if not address.ip.is_loopback]
     return next((one for one in mine if all(any(address in one for address in each) for each in found)), None)
 
 
-def _looked_up(names: Sequence[str]) -> list[list[ipaddress.IPv4Address]]:
-    """The IPv4 addresses of each name, as far as they are known in time."""
-    found: list[list[ipaddress.IPv4Address]] = [[] for _ in names]
-
-    def look_up(name: str, into: list[ipaddress.IPv4Address]) -> None:
-        try:
-            answers = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
-        except (OSError, UnicodeError):
-            return
-        into += [ipaddress.IPv4Address(address[0]) for *_, address in answers]
-
-    each = [threading.Thread(target=look_up, args=both, daemon=True) for both in zip(names, found, strict=True)]
-    for thread in each:
-        thread.start()
-    until = time.monotonic() + _SECONDS
-    for thread in each:
-        thread.join(max(0.0, until - time.monotonic()))
-    return found
+def _ipv4(name: str) -> list[ipaddress.IPv4Address]:
+    """The IPv4 addresses of a name; none if it is not known."""
+    try:
+        answers = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return [ipaddress.IPv4Address(address[0]) for *_, address in answers]

@@ -29,7 +29,6 @@ F64 = npt.NDArray[np.float64]
 _PASSES = 3  # over a group's gradients, apart from sending them
 _STEPS = 3  # steps that are simulated
 _MANY = 20_000  # above this many (stages x micro-batches), simulate only the start of a step and extrapolate
-_WAYS = ((Direction.FORWARD, Direction.BACKWARD), (Direction.BACKWARD, Direction.FORWARD))  # each, and the other one
 _UNDER_WAY = 3  # messages that a device has on their way to another at most (``comm.ends``)
 _STEADY = 4  # steps of a pipeline that flows that count, between those that fill it and those that drain it
 
@@ -125,6 +124,7 @@ class Forecast:
         self._known: dict[tuple[object, ...], float] = {}
         """Seconds of messages, and of handling them, with certain codecs: who chooses codecs asks a hundred times."""
         self._alone = np.array([[self._compute(d, k) for k in PackedSchedule.KINDS] for d in range(len(profiles))])
+        """Seconds of each device's actions without messages."""
         self._sums = np.array([self.sum_seconds(stage) for stage in range(self._stages)])
 
     def with_profiles(self, profiles: Sequence[StageTimes]) -> "Forecast":
@@ -330,9 +330,9 @@ class Forecast:
                 compute[d, way] += known[key]
         took, held = np.zeros((2, len(devices), len(devices)))
         for boundary in range(self._stages - 1):
-            for way, other_way in _WAYS:
+            for way in Direction:
                 senders, receivers = (self._held_by[stage] for stage in way.ends(boundary))
-                name = codecs[boundary, way]
+                name, other_way = codecs[boundary, way], Direction(1 - way)
                 beside = codecs.get((boundary - 1, other_way)), codecs.get((boundary + 1, other_way))
                 for source, target in itertools.product(senders, receivers):
                     pair = source, target, boundary, way, name, *beside
