@@ -1,6 +1,7 @@
 """Estimates of plans on measured devices: the time of a step, each stage's computing and memory, codecs."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -66,8 +67,7 @@ def estimate(cluster: ClusterProfile, job: Job, plan: Plan) -> Estimate:
     codecs = {crossing: choice.name for crossing, choice in choices.items()}
     step, busy = forecast.steady(codecs)
     loaded, _ = forecast.with_links(LINK_SHARE).steady(codecs)
-    if job.parts_ties:
-        step, loaded = with_ties(cluster, job, plan, step), with_ties(cluster, job, plan, loaded, LINK_SHARE)
+    step, loaded = _with_ties(cluster, job, plan, step, loaded)
     computes = [
         profile.forward + profile.backward + sum(forecast.handling(d, way, codecs) for way in Direction)
         for d, profile in enumerate(forecast.profiles)
@@ -79,10 +79,22 @@ def estimate(cluster: ClusterProfile, job: Job, plan: Plan) -> Estimate:
 
 
 def roughly(cluster: ClusterProfile, job: Job, plan: Plan) -> float:
-    """Seconds per step on loaded links, with codecs that are chosen one by one: a hundredth of the work of ``estimate``."""
-    forecast = forecast_of(cluster, job, plan).with_links(LINK_SHARE)
+    """``Estimate.expected`` with codecs that are chosen one by one, for a hundredth of the work; infinite for a plan that
+    does not fit."""
+    if not _holds(cluster, plan, memory_of(cluster, job, plan)):
+        return math.inf
+    forecast = forecast_of(cluster, job, plan)
+    loaded = forecast.with_links(LINK_SHARE)
     fixed = {crossing: name for crossing, name in plan.codecs.items() if name != AUTO}
-    return forecast.step(quickest(forecast, fixed, list(ladder_of(job.pipeline))))
+    codecs = quickest(loaded, fixed, list(ladder_of(job.pipeline)))
+    return fmean(_with_ties(cluster, job, plan, forecast.step(codecs), loaded.step(codecs)))
+
+
+def _with_ties(cluster: ClusterProfile, job: Job, plan: Plan, step: float, loaded: float) -> tuple[float, float]:
+    """``Estimate.step`` and ``loaded`` with what tied parameters cost, if without them a step takes so long."""
+    if not job.parts_ties:
+        return step, loaded
+    return with_ties(cluster, job, plan, step), with_ties(cluster, job, plan, loaded, LINK_SHARE)
 
 
 def least_seconds(cluster: ClusterProfile, job: Job) -> float:
@@ -96,8 +108,13 @@ def least_seconds(cluster: ClusterProfile, job: Job) -> float:
 
 def fits(cluster: ClusterProfile, found: Estimate) -> bool:
     """True if every device has the memory that its part of the plan needs."""
-    rooms = [cluster.devices[rank].memory for _, rank in found.plan.holders]
-    return all(need <= room for need, room in zip(found.memory, rooms, strict=True))
+    return _holds(cluster, found.plan, found.memory)
+
+
+def _holds(cluster: ClusterProfile, plan: Plan, memory: Sequence[float]) -> bool:
+    """True if every device has so much ``memory`` (``Estimate.memory``)."""
+    rooms = [cluster.devices[rank].memory for _, rank in plan.holders]
+    return all(need <= room for need, room in zip(memory, rooms, strict=True))
 
 
 def with_codecs(found: Estimate) -> Plan:

@@ -33,9 +33,9 @@ def stage_counts(cluster: ClusterProfile, job: Job) -> list[int]:
     return [count]
 
 
-def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0, most: int = 0) -> tuple[Problem, list[str]]:
-    """The partitioner's problem, and the names of its codecs. Links carry ``share`` of their measured rates. ``most``:
-    stages that a plan may have (0: as many as devices); others do not fit."""
+def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0, most: int = 0) -> Problem:
+    """The partitioner's problem. Links carry ``share`` of their measured rates. ``most``: stages that a plan may have (0: as
+    many as devices); others do not fit."""
     outline, devices = cluster.outline, cluster.devices
     count, layers = len(devices), len(outline.layers)
     most = most or count
@@ -82,7 +82,7 @@ def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0, most: int 
         micro_batches=1e9 if flows(job.pipeline.schedule) else float(micro_batches_of(job)),
         real_micro_batches=float(micro_batches_of(job)),
         fill=_FILL[job.pipeline.schedule],
-    ), names
+    )
 
 
 def _up_to(count: int, each: F64) -> F64:

@@ -20,7 +20,7 @@ from accept_mpi.models.shared import uncuttable
 from accept_mpi.plan import Lanes, Plan, even_cuts, recomputing, with_lanes
 from accept_mpi.planning.balance import balance
 from accept_mpi.planning.codec_choice import LINK_SHARE
-from accept_mpi.planning.estimate import Estimate, estimate, fits
+from accept_mpi.planning.estimate import Estimate, estimate, fits, roughly
 from accept_mpi.planning.formulation import NEVER, problem_of, stage_counts
 from accept_mpi.planning.groups import hybrid_plans
 from accept_mpi.planning.job_plan import open_plan
@@ -215,7 +215,11 @@ def _plans_without_lanes(cluster: ClusterProfile, job: Job, held: Layers) -> tup
 def _searched(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate, Estimate]:
     """The best plan that the search finds, and the one with even cuts."""
     counts = stage_counts(cluster, job)
-    problems = [[problem_of(cluster, job, share, most)[0] for share in (1.0, LINK_SHARE)] for most in counts]
+    problems = [
+        [problem_of(cluster, job, share, most).with_useful_codecs() for share in (1.0, LINK_SHARE)] for most in counts
+    ]
+    if problems[-1][0].is_roomy:  # with fewer stages, too
+        counts, problems = counts[-1:], problems[-1:]
     possible: dict[Solution, Estimate] = {}
     why = ""
     for most, (problem, loaded) in zip(counts, problems, strict=True):
@@ -264,10 +268,15 @@ def _possible(
     """The candidates that fit, and their estimates."""
     found: dict[Solution, Estimate] = {}
     for candidate in candidates:
-        reached = cost(problem, candidate)
-        if candidate not in found and reached.fits and reached.bottleneck < NEVER:
+        if candidate not in found and _holds(problem, candidate):
             found[candidate] = estimate(cluster, job, _as_plan(candidate, job))
     return found
+
+
+def _holds(problem: Problem, candidate: Solution) -> bool:
+    """True if each device may have the layers that a solution gives it, and has the memory."""
+    reached = cost(problem, candidate)
+    return reached.fits and reached.bottleneck < NEVER
 
 
 def _refined(
@@ -275,17 +284,18 @@ def _refined(
 ) -> dict[Solution, Estimate]:
     """What changes to the fastest plans lead to: to one of each of the three most promising numbers of stages, since most
     changes keep that."""
-    known = dict(possible)
+    known: dict[Solution, float] = {}
 
-    def seconds(plan: Solution) -> float:
-        if plan not in known:
-            known.update(_possible(problem, [plan], cluster, job))
-        return known[plan].expected if plan in known else np.inf
+    def seconds(one: Solution) -> float:
+        if one not in known:
+            known[one] = roughly(cluster, job, _as_plan(one, job)) if _holds(problem, one) else math.inf
+        return known[one]
 
     starts: dict[int, Solution] = {}
-    for plan in sorted(possible, key=seconds):
-        starts.setdefault(len(plan.devices), plan)
-    return {found: known[found] for found in (refined(problem, start, seconds) for start in list(starts.values())[:3])}
+    for one in sorted(possible, key=lambda one: possible[one].expected):
+        starts.setdefault(len(one.devices), one)
+    found = [refined(problem, start, seconds) for start in list(starts.values())[:3]]
+    return _possible(problem, found, cluster, job)
 
 
 def _best(possible: Mapping[Solution, Estimate]) -> tuple[Estimate, Solution]:

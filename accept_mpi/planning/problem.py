@@ -98,6 +98,14 @@ class Problem:
         """``least``, or zeros."""
         return np.zeros(self.layers) if self.least is None else self.least
 
+    @property
+    def is_roomy(self) -> bool:
+        """True if each device has the memory for all layers, however many stages are behind."""
+        whole = self.state_copies * self.state.sum() + self.alive * self.saved_bytes.sum() + self.fixed_bytes.sum()
+        received = max((self.received(start) for start in range(self.layers)), default=0.0)
+        most = max(float((whole + self.in_flight * received).max()), float(self.least_bytes.sum()))
+        return most <= float(self.capacity.min())
+
     def received(self, start: int) -> float:
         """Bytes that a stage beginning with layer ``start`` has received, per micro-batch in flight."""
         return float(4 * self.values[start] + self.other[start]) if start else 0.0
@@ -111,6 +119,18 @@ class Problem:
             if getattr(self, name) is not None
         }
         return replace(self, **changed, rate=self.rate[np.ix_(order, order)])
+
+    def with_useful_codecs(self) -> "Problem":
+        """The same problem without codecs than which another one sends no more bytes, in no more time of any device."""
+        size = self.bytes_per_value
+        handling = np.zeros((1, len(size))) if self.messages is None else self.messages.reshape(-1, len(size))
+        left: list[int] = []
+        for c in np.argsort(size, kind="stable"):
+            if not any((handling[:, other] <= handling[:, c]).all() for other in left):
+                left.append(int(c))
+        left.sort()
+        messages = None if self.messages is None else self.messages[:, :, left]
+        return replace(self, codecs=tuple(self.codecs[c] for c in left), bytes_per_value=size[left], messages=messages)
 
     def coarse(self, edges: Sequence[int]) -> "Problem":
         """The same problem in which layers are runs of these: layers ``edges[k]`` to ``edges[k+1]`` - 1 stay together."""

@@ -25,12 +25,12 @@ MOST_FEW = 6  # up to this many devices the exact search is so fast that a beam 
 BEAM = 24  # points that a beam keeps per number of stages
 _ROOM = 160  # points that a table has room for at first, per set of devices
 _NOTHING = 1e-12  # seconds below which no bisection goes
-_CLOSE = 1e-3  # relative distance of the bounds at which the bisection ends
+CLOSE = 1e-3  # relative distance of the bounds at which the bisection ends
 _GUESSES = (1.05, 1.1, 1.2, 1.35, 1.6, 2, 3, 5)  # first caps, as multiples of the lower bound
 _NEXT = 1e-9  # relative distance to the next bottleneck that is tried after one
 _SWEEPS = 60  # most caps tried for a synchronous schedule
 _SWEEPS_IF_SHORT = 20  # most of them where plans are refined afterwards: the rest gain 0.2 %
-_LONG = 1e6  # (devices x layers)^2 x codecs, above which a synchronous schedule's step is found to ``_CLOSE``
+_LONG = 1e6  # (devices x layers)^2 x codecs, above which a synchronous schedule's step is found to ``CLOSE``
 
 _Below = Callable[[float], "Solution | None"]
 """A search for a solution whose bottleneck is at most a cap."""
@@ -42,12 +42,16 @@ def _floors(problem: Problem, ordered: bool) -> F64:
     n, seconds = problem.devices, problem.layer_seconds
     speed = 1 / np.maximum(clipped(seconds).sum(axis=1), 1e-300)
     weighted = speed[:, None] * seconds
-    floors = np.full((n if ordered else 1 << n, problem.layers + 1), np.inf)
-    floors[:, 0] = 0.0
-    for used in range(len(floors)):
-        left = np.arange(n) < used if ordered else (used >> np.arange(n)) & 1 == 0
-        if left.any():
-            floors[used] = prefix_sums(weighted[left].min(axis=0)) / speed[left].sum()
+    if ordered:
+        least = np.concatenate([np.full((1, problem.layers), np.inf), np.minimum.accumulate(weighted[:-1], axis=0)])
+        total = np.concatenate([[0.0], speed[:-1].cumsum()])
+    else:  # by set of devices that are left, and then turned round
+        least, total = np.full((1, problem.layers), np.inf), np.zeros(1)
+        for device in range(n):
+            least = np.concatenate([least, np.minimum(least, weighted[device])])
+            total = np.concatenate([total, total + speed[device]])
+        least, total = least[::-1], total[::-1]
+    floors = prefix_sums(least) / np.maximum(total, 1e-300)[:, None]
     return floors * (1 - 1e-12)
 
 
@@ -74,11 +78,13 @@ def solve(problem: Problem, ordered: bool = False) -> Solution:
     return best
 
 
-def improve(problem: Problem, most: float) -> Solution | None:
-    """The solution with the least bottleneck for few devices in any order (``MOST_EXACT``); None if it is above ``most``."""
+def improve(problem: Problem, most: float, close: float = CLOSE) -> Solution | None:
+    """The solution with the least bottleneck for few devices in any order (``MOST_EXACT``), or one within ``close`` of it;
+    None if it is above ``most``."""
     find = _Exact(problem, False) if problem.devices <= MOST_EXACT else _Beam(problem, False)
     first = find.below(most)
-    return None if first is None else _bisected(problem, find.below, first, problem.devices <= MOST_EXACT)
+    exact = problem.devices <= MOST_EXACT and close <= CLOSE
+    return None if first is None else _bisected(problem, find.below, first, exact, close)
 
 
 def _least_bottleneck(problem: Problem, guess: _Below, below: _Below, exact: bool) -> Solution:
@@ -92,11 +98,12 @@ def _least_bottleneck(problem: Problem, guess: _Below, below: _Below, exact: boo
     return _bisected(problem, below, best, exact)
 
 
-def _bisected(problem: Problem, below: _Below, best: Solution, exact: bool) -> Solution:
-    """The solution with the least bottleneck, by bisection from ``best`` down."""
+def _bisected(problem: Problem, below: _Below, best: Solution, exact: bool, close: float = CLOSE) -> Solution:
+    """The solution with the least bottleneck, by bisection from ``best`` down; unless ``exact``, one within ``close`` of
+    it."""
     low = max(lower_bound(problem), _NOTHING)
     high = cost(problem, best).bottleneck
-    while high > max(low * (1 + _CLOSE), 2 * _NOTHING):
+    while high > max(low * (1 + close), 2 * _NOTHING):
         middle = float(np.sqrt(low * high)) if high > 4 * low else (low + high) / 2
         found = below(middle)
         if found is None:
@@ -113,12 +120,12 @@ def _bisected(problem: Problem, below: _Below, best: Solution, exact: bool) -> S
 
 
 def _synchronous(problem: Problem, order: tuple[int, ...], best: Solution, low: float) -> Solution:
-    """The solution with the shortest step for devices in this order, for a long search within ``_CLOSE`` of it: of those
+    """The solution with the shortest step for devices in this order, for a long search within ``CLOSE`` of it: of those
     that fill and drain fastest below caps on the bottleneck, which halve the range that could hold a better one. ``best``:
     a solution that is known; ``low``: no solution has a bottleneck below it."""
     mine, least = problem.take(order), cost(problem, best).step
     find, many = _Exact(mine, True), max(problem.micro_batches - problem.fill, 1e-12)
-    closer = _CLOSE if (mine.devices * mine.layers) ** 2 * len(mine.bytes_per_value) > _LONG else _NEXT
+    closer = CLOSE if (mine.devices * mine.layers) ** 2 * len(mine.bytes_per_value) > _LONG else _NEXT
     filling = problem.fill * float(mine.layer_seconds.min(axis=0).sum())
     # Ranges of bottlenecks: the step of any plan in it is at least the first; low; high; filling takes at least the last.
     ranges = [(0.0, low, np.inf, filling)]
@@ -130,7 +137,7 @@ def _synchronous(problem: Problem, order: tuple[int, ...], best: Solution, low: 
         most = min(high, (least * (1 - closer) - filling) / many)
         if most < low:
             break
-        cap = (low + most) / 2 if low * (1 + _CLOSE) < most and high < np.inf else most
+        cap = (low + most) / 2 if low * (1 + CLOSE) < most and high < np.inf else most
         if cap < most:
             heappush(ranges, (many * cap + filling, cap, most, filling))
         if (plan := find.below(cap, problem.fill)) is not None:

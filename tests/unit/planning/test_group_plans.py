@@ -10,12 +10,15 @@ from clusters import LAYERS, cluster, job
 
 from accept_mpi.errors import UserError
 from accept_mpi.plan import Plan, make_plan
+from accept_mpi.planning import divisions as ways
+from accept_mpi.planning import group_problem
 from accept_mpi.planning import groups as groups_of
 from accept_mpi.planning.adaptation import redealt
 from accept_mpi.planning.codec_choice import check_codecs, codings, codings_of, sums_of
-from accept_mpi.planning.estimate import Estimate, estimate, with_codecs
+from accept_mpi.planning.divisions import kinds_of, partitions
+from accept_mpi.planning.estimate import Estimate, estimate, roughly, with_codecs
 from accept_mpi.planning.formulation import problem_of
-from accept_mpi.planning.groups import _kinds, _partitions
+from accept_mpi.planning.group_problem import GroupProblems
 from accept_mpi.planning.job_plan import plan_from_job
 from accept_mpi.planning.planner import even_plan, plan_for
 from accept_mpi.planning.problem import Problem, Solution, cost
@@ -121,8 +124,8 @@ def test_not_all_divisions_of_many_unlike_devices_need_be_tried(
     """There are 877 of seven. Nor is more tried worse: on slow links the search knows that an update waits for the sum."""
     fleet, keys = uneven(*speeds, layers=_LUMPY, rate=rate), job(ON, "pipeline.gradients=none")
     tried = plan_for(fleet, keys)
-    monkeypatch.setattr(groups_of, "_runs", groups_of._partitions)
-    monkeypatch.setattr(groups_of, "_MOST_DIVISIONS", 1000)
+    monkeypatch.setattr(ways, "_runs", ways.partitions)
+    monkeypatch.setattr(ways, "_MOST_DIVISIONS", 1000)
     best = plan_for(fleet, keys)
     assert best.plan.hybrid
     assert 0.99 * best.expected <= tried.expected <= 1.05 * best.expected
@@ -132,12 +135,12 @@ def test_not_all_divisions_of_many_unlike_devices_need_be_tried(
 def test_divisions_of_equal_devices_are_not_all_listed(kinds: list[int]) -> None:
     """There are four million of twelve devices, and as many went by for 77 that differ."""
 
-    def looks(division: groups_of.Division) -> tuple[tuple[int, ...], ...]:
+    def looks(division: ways.Division) -> tuple[tuple[int, ...], ...]:
         return tuple(sorted(tuple(sorted(kinds[n] for n in group)) for group in division))
 
-    every = dict.fromkeys(map(looks, _partitions(range(7))))
-    assert list(dict.fromkeys(map(looks, _partitions(range(7), kinds)))) == list(every)
-    assert sum(1 for _ in _partitions(range(12), [0] * 12)) == 2**11
+    every = dict.fromkeys(map(looks, partitions(range(7))))
+    assert list(dict.fromkeys(map(looks, partitions(range(7), kinds)))) == list(every)
+    assert sum(1 for _ in partitions(range(12), [0] * 12)) == 2**11
 
 
 def test_a_layer_that_must_be_alone_is_not_shared() -> None:
@@ -153,11 +156,11 @@ def test_a_layer_that_must_be_alone_is_not_shared() -> None:
 @pytest.mark.parametrize("room", [1e9, math.inf])
 def test_equal_devices_are_of_one_kind_whatever_memory_they_have(room: float) -> None:
     fleet = cluster(1, 1, 1.05, 2, 2, memory=[room] * 5)
-    assert _kinds(fleet, problem_of(fleet, job(ON))[0]) == [0, 0, 0, 1, 1]
+    assert kinds_of(fleet, problem_of(fleet, job(ON))) == [0, 0, 0, 1, 1]
     other = msgspec.structs.replace(
         fleet, devices=[msgspec.structs.replace(fleet.devices[0], memory=5e8), *fleet.devices[1:]]
     )
-    assert _kinds(other, problem_of(other, job(ON))[0]) == [0, 1, 1, 2, 2]
+    assert kinds_of(other, problem_of(other, job(ON))) == [0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b-async", "1f1b-delayed", "1f1b"])
@@ -176,7 +179,7 @@ def every_plan(devices: int, cuts: list[int], speeds: list[float]) -> list[Plan]
     found = []
     for count in range(1, devices + 1):
         for used in itertools.combinations(range(devices), count):
-            for division in _partitions(used):
+            for division in partitions(used):
                 for groups in itertools.permutations(division):
                     for edges in itertools.combinations(cuts, len(groups) - 1):
                         paces = [[speeds[n] for n in group] for group in groups]
@@ -272,11 +275,11 @@ def test_the_search_charges_no_more_than_is_simulated(schedule: str, sums: str) 
     asked = job(ON, f"pipeline.schedule={schedule}", f"pipeline.gradients={sums}", "pipeline.transfer_slack=2")
     for rate, speeds in itertools.product((1e5, 1e6, 4e6, 1e9), ((1, 1, 1, 1), (1, 3, 1, 2))):
         fleet = uneven(*speeds, layers=_LUMPY, rate=rate)
-        problem = problem_of(fleet, asked)[0]
-        maker = groups_of._Groups(fleet, asked, problem, sums)
+        problem = problem_of(fleet, asked)
+        maker = GroupProblems(fleet, asked, [problem], sums)
         for division, edges in ((((0, 1),), ()), (((0, 1, 2),), ()), (((0, 1), (2, 3)), (6,)), (((0, 1, 2), (3,)), (8,))):
             solution = Solution(tuple(range(len(division))), (0, *edges, LAYERS), (0,) * len(edges))
-            promised = cost(maker.problem(division), solution).bottleneck * 8
+            promised = cost(maker.problem(division, 0), solution).bottleneck * 8
             assert promised <= 1.02 * estimate(fleet, asked, maker.plan(division, solution)).step, (rate, speeds, division)
 
 
@@ -305,9 +308,9 @@ def test_of_many_divisions_only_promising_ones_are_cut_at_all_places(monkeypatch
     assert whole.plan.hybrid
     sizes: list[int] = []
 
-    def improve(problem: Problem, most: float) -> Solution | None:
+    def improve(problem: Problem, most: float, close: float) -> Solution | None:
         sizes.append(problem.layers)
-        return original(problem, most)
+        return original(problem, most, close)
 
     original = groups_of.improve
     monkeypatch.setattr(groups_of, "improve", improve)
@@ -318,3 +321,32 @@ def test_of_many_divisions_only_promising_ones_are_cut_at_all_places(monkeypatch
     assert sizes.count(LAYERS) <= 2 * 3  # at both loads of the links
     assert len(sizes) > 2 * 10
     assert set(sizes) - {LAYERS} <= set(range(4, 9))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_micro_batches_go_to_whoever_ends_them_first(whole: bool) -> None:
+    """Many at once, which ends as when they are dealt one after the other."""
+    rng = np.random.default_rng(5)
+    for _ in range(50):
+        runs = rng.integers(1, 5, (int(rng.integers(2, 8)), 20)).astype(float)  # many end at the same time
+        runs = runs if whole else runs * rng.uniform(0.9, 1.1, runs.shape)
+        dealt = int(rng.integers(1, 70))
+        ends = np.zeros_like(runs)
+        for _ in range(dealt):
+            member = (ends + runs).argmin(axis=0)
+            ends[member, np.arange(20)] += runs[member, np.arange(20)]
+        np.testing.assert_allclose(group_problem._ends(runs, dealt), ends, rtol=1e-9)
+    assert not group_problem._ends(np.zeros((2, 1)), 3).any()
+
+
+def test_candidates_are_compared_roughly_before_codecs_are_chosen() -> None:
+    """With the codecs that take least time each, a step takes no longer than with the milder ones that an estimate
+    chooses, and at most ``TOLERANCE`` less; what does not fit is no candidate."""
+    asked = job(ON, "pipeline.forward=auto", "pipeline.backward=auto")
+    for rate in (1e5, 1e6, 1e7):
+        fleet = cluster(1, 2, 1, rate=rate, of=asked)
+        plan = make_plan(LAYERS, [6], ranks=[[0, 1], 2])
+        rough, chosen = roughly(fleet, asked, plan), estimate(fleet, asked, plan).expected
+        assert rough <= chosen * (1 + 1e-9)
+        assert chosen <= 1.03 * rough
+        assert roughly(fleet.within([1e3, 1e9, 1e9]), asked, plan) == math.inf

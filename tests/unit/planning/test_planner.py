@@ -188,7 +188,7 @@ def test_data_on_no_device() -> None:
 
 def test_a_device_without_the_data_does_not_hide_what_is_possible() -> None:
     """Its layers at the ends are never; the others tell how fast it is."""
-    problem, _ = problem_of(cluster(1, 1, 1, data=[True, True, False]), job())
+    problem = problem_of(cluster(1, 1, 1, data=[True, True, False]), job())
     assert lower_bound(problem) == pytest.approx(LAYERS * 3e-3 / 3, rel=0.15)
 
 
@@ -208,7 +208,7 @@ def messages_of(fleet: ClusterProfile, size: int) -> np.ndarray | None:
         for layer in fleet.outline.layers
     ]
     large = msgspec.structs.replace(fleet, outline=msgspec.structs.replace(fleet.outline, layers=layers))
-    return problem_of(large, job(*AUTO_CODECS))[0].messages
+    return problem_of(large, job(*AUTO_CODECS)).messages
 
 
 def test_what_is_sent_slowly_is_polled_for() -> None:
@@ -299,7 +299,7 @@ def test_a_search_that_misses_plans_is_not_the_last_word(monkeypatch: pytest.Mon
 
 def test_one_version_at_all_stages_wants_memory_for_those_of_the_first() -> None:
     problems = [
-        problem_of(cluster(1, 1, 1), job("train.micro_batches=1", f"pipeline.vertical_sync={on}"))[0]
+        problem_of(cluster(1, 1, 1), job("train.micro_batches=1", f"pipeline.vertical_sync={on}"))
         for on in ("true", "false")
     ]
     assert (problems[0].state_copies >= problems[1].state_copies).all()

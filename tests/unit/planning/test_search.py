@@ -270,3 +270,33 @@ def test_few_edges_are_where_least_crosses() -> None:
     assert len(kept) == 9
     assert not {8, 18} & set(kept)
     assert len(few_edges(replace(even, uncuttable=frozenset(range(1, 40))), 8)) == 2
+
+
+def test_codecs_that_others_beat_are_left_out() -> None:
+    """No cost of a best plan changes by it."""
+    rng = np.random.default_rng(3)
+    fewer = 0
+    for number in range(200):
+        problem = random_problem(rng, int(rng.integers(1, 4)), int(rng.integers(2, 6)), 3)
+        useful = problem.with_useful_codecs()
+        assert useful.bytes_per_value[-1] == 0.5  # the fewest bytes
+        assert [float(size) for size in useful.bytes_per_value] == [[4.0, 1.0, 0.5]["abc".index(c)] for c in useful.codecs]
+        fewer += len(useful.codecs) < 3
+        expected = least(problem, True)
+        if expected is not None:
+            found = cost(useful, solve(useful, True))
+            assert (found.step if problem.fill else found.bottleneck) == pytest.approx(expected, rel=1e-6), number
+        assert len(replace(problem, messages=None).with_useful_codecs().codecs) == 1
+    assert fewer > 20
+
+
+def test_room_for_all_layers_is_room_for_every_plan() -> None:
+    """Whatever the devices and cuts; and a problem with a little less of it has a plan that does not fit."""
+    rng = np.random.default_rng(4)
+    for _ in range(100):
+        problem = replace(random_problem(rng, 3, 4, 1), uncuttable=frozenset())
+        room = 1e3
+        while not (roomy := replace(problem, capacity=np.full(3, room))).is_roomy:
+            room *= 1.05
+        assert all(cost(roomy, plan).fits for plan in everything(roomy))
+        assert not replace(roomy, capacity=np.array([room, room, room / 1.06])).is_roomy

@@ -10,11 +10,12 @@ from clusters import LAYERS, cluster, job
 from accept_mpi.pipeline.deal import widths
 from accept_mpi.pipeline.schedule import Action, Updates, actions
 from accept_mpi.plan import make_plan, with_lanes
+from accept_mpi.planning import planner, search
 from accept_mpi.planning.formulation import problem_of
 from accept_mpi.planning.job_plan import open_plan
 from accept_mpi.planning.memory import MemoryModel, memory_of
 from accept_mpi.planning.planner import plan_for
-from accept_mpi.planning.problem import Solution, cost
+from accept_mpi.planning.problem import Problem, Solution, cost
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 
@@ -151,7 +152,7 @@ def test_the_search_counts_what_plans_need(schedule: str, lanes: str) -> None:
         needs = memory_of(fleet, asked, plan)
         for most, room in itertools.product(range(3), (-1, 1)):
             rooms = [need + (room if n == most else 1) for n, need in enumerate(needs)]
-            problem, _ = problem_of(fleet.within(rooms), asked)
+            problem = problem_of(fleet.within(rooms), asked)
             assert cost(problem, Solution((0, 1, 2), (0, 3, 8, LAYERS), (0, 0))).fits is (room > 0)
 
 
@@ -182,3 +183,21 @@ def test_gpus_do_not_hold_what_is_copied() -> None:
     ]
     weights = sum(layer.parameter_bytes for layer in cluster(1).outline.layers[:6])
     assert needs[0] == needs[1] == [need + (4 + 1) * 3 * weights for need in needs[2]]
+
+
+def test_with_room_for_everything_one_search_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven devices took four times as long to plan for as they had to."""
+    asked = job("pipeline.schedule=zero-bubble", "pipeline.transfer_slack=0")
+    searches: list[int] = []
+
+    def solve(problem: Problem, ordered: bool) -> Solution:
+        searches.append(problem.devices)
+        return search.solve(problem, ordered)
+
+    monkeypatch.setattr(planner, "solve", solve)
+    fleet = cluster(1, 1, 1)
+    roomy = plan_for(fleet, asked)
+    once = len(searches)
+    needs = max(roomy.memory)
+    assert plan_for(fleet.within([needs] * 3), asked).plan == roomy.plan
+    assert len(searches) > 2 * once
