@@ -163,23 +163,24 @@ def _most_in_front(floor, left, cap):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(
-    f"int64({SHARED}, float64, float64, boolean, boolean, float64[:,::1], int32[:,:,::1], "
+    f"int64({SHARED}, float64, float64, float64, boolean, boolean, float64[:,::1], float64[:,::1], int32[:,:,::1], "
     "float64[:,::1], int32[::1], int32[::1])",
     **NJIT,
 )
 def reach(  # type: ignore[no-untyped-def]
     prefix, extra, values, other, rate, nic, value_bytes, messages, state, held, capacity, kept, alive,
-    copies, fixed, least, cap, fill, ordered, relays, floor, table, sums, counts, end,
+    copies, fixed, least, cap, fill, most_sum, ordered, relays, floor, rest, table, sums, counts, end,
 ):  # fmt: skip
     """Find a plan in which nothing takes longer than ``cap``; with ``fill`` > 0, the one with the least sum of ``fill``
-    times the stages' seconds and all transfers. Its key, point and first device are written to ``end``.
+    times the stages' seconds and all transfers, below ``most_sum``. Its key, point and first device are written to ``end``.
 
     Returns 1; 0 if there is no plan; -1 if the table is full. ``ordered``: devices keep their order, some may stay idle, and
     a key is first device * (N + 1) + stages. Otherwise any devices in any order, and a key is set of devices * N + first
     device. ``relays``: a link through a third device may be faster than the direct one, so that a point with more layers
     placed beats no other.
 
-    ``floor`` (first devices or sets, L+1): lower bound of the bottleneck of layers 0..i-1 on the devices that are then left.
+    ``floor`` (first devices or sets, L+1): lower bound of the bottleneck of layers 0..i-1 on the devices that are then left;
+    ``rest`` (the same, with ``fill`` and ``ordered`` only): of their part of the sum.
     ``table`` (keys, room, 4): layer, codec, key and point that a point was reached from (-1: the end of the model); ``sums``
     (keys, room): its sum so far; ``counts`` (keys): number of points.
     """
@@ -187,7 +188,7 @@ def reach(  # type: ignore[no-untyped-def]
     every = fill > 0
     out_i, out_c = np.empty(value_bytes.size * layers + 1, np.int32), np.empty(value_bytes.size * layers + 1, np.int32)
     counts[:] = 0
-    best = np.inf
+    best = most_sum
     for turn in range(devices * (devices + 1) + 1 if ordered else (1 << devices) * devices):
         key, first, behind, chosen = _turn(turn, devices, ordered)
         points = counts[key] if turn else 1
@@ -218,6 +219,8 @@ def reach(  # type: ignore[no-untyped-def]
                         if j > 0:
                             seconds += messages[a, j, codec]
                         there += fill * seconds
+                        if ordered and there + rest[a, j] >= best:
+                            continue
                     if j == 0:
                         if there < best:
                             best = there
@@ -226,4 +229,4 @@ def reach(  # type: ignore[no-untyped-def]
                             return 1
                     elif insert(values, other, every, relays, j, codec, there, key, p, table, sums, counts, target) < 0:
                         return -1
-    return int(best < np.inf)
+    return int(every and best < most_sum)

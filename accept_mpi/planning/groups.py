@@ -81,7 +81,7 @@ def _summed(
                 found = _solutions(coarse, load, divisions, 1.05 * reached, 1.1, _ROUGHLY)
                 divisions = [one.division for one in _promising(found, count)]
             solutions = _promising(_solutions(whole, load, divisions, reached, 1.05), _MOST_ESTIMATED)
-            good |= dict.fromkeys(one.division for one in solutions)
+            good |= dict.fromkeys(one.division for one in solutions[:_MOST_CHOSEN])
             if problem.is_short:
                 solutions += _alone(whole, load, divisions)
             within = [one for one in solutions if one.seconds * problem.real_micro_batches <= most[load]]

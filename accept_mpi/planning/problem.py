@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,11 @@ class Problem:
         most = max(float((whole + self.in_flight * received).max()), float(self.least_bytes.sum()))
         return most <= float(self.capacity.min())
 
+    @cached_property
+    def held_bytes(self) -> F64:
+        """(4, L): ``state``, ``saved_bytes``, ``fixed`` and ``least``."""
+        return np.array([self.state, self.saved_bytes, self.fixed_bytes, self.least_bytes])
+
     def received(self, start: int) -> float:
         """Bytes that a stage beginning with layer ``start`` has received, per micro-batch in flight."""
         return float(4 * self.values[start] + self.other[start]) if start else 0.0
@@ -182,6 +188,7 @@ def cost(problem: Problem, plan: Solution) -> Cost:
         problem.values[i] * problem.bytes_per_value[c] + problem.other[i]
         for i, c in zip(plan.edges[1:-1], plan.codecs, strict=True)
     ]
+    state, saved, fixed, least = np.add.reduceat(problem.held_bytes, plan.edges[:-1], axis=1)
     for s, device in enumerate(plan.devices):
         start, stop = plan.edges[s], plan.edges[s + 1]
         seconds = float(problem.layer_seconds[device, start:stop].sum())
@@ -193,11 +200,9 @@ def cost(problem: Problem, plan: Solution) -> Cost:
         stages.append(seconds)
         host_links.append(sum(sizes[b] for b in beside) / problem.host_link[device])
         behind = last - s
-        memory = problem.state_copies[behind] * problem.state[start:stop].sum()
-        memory += problem.alive[behind] * problem.saved_bytes[start:stop].sum()
-        memory += problem.in_flight[behind] * problem.received(start) + problem.fixed_bytes[start:stop].sum()
-        memory = max(memory, problem.least_bytes[start:stop].sum())
-        fits &= bool(memory <= problem.capacity[device] * (1 + 1e-12))
+        memory = problem.state_copies[behind] * state[s] + problem.alive[behind] * saved[s]
+        memory += problem.in_flight[behind] * problem.received(start) + fixed[s]
+        fits &= bool(max(memory, least[s]) <= problem.capacity[device] * (1 + 1e-12))
     pairs = list(itertools.pairwise(plan.devices))
     ways = [(m / problem.rate[a, b], m / problem.rate[b, a]) for m, (a, b) in zip(sizes, pairs, strict=True)]
     links = [max(way) for way in ways]

@@ -140,7 +140,8 @@ def _synchronous(problem: Problem, order: tuple[int, ...], best: Solution, low: 
         cap = (low + most) / 2 if low * (1 + CLOSE) < most and high < np.inf else most
         if cap < most:
             heappush(ranges, (many * cap + filling, cap, most, filling))
-        if (plan := find.below(cap, problem.fill)) is not None:
+        # With what fills for longer no step in this range is shorter.
+        if (plan := find.below(cap, problem.fill, least * (1 - closer) - many * low)) is not None:
             reached = cost(mine, plan)
             if reached.step < least:
                 least, best = reached.step, replace(plan, devices=tuple(order[n] for n in plan.devices))
@@ -205,20 +206,35 @@ class _Exact(_Kernel):
         around = np.minimum(problem.rate[:, :, None], problem.rate[None, :, :]).max(axis=1)
         self._relays = bool((around > problem.rate * (1 + 1e-9)).any())
 
-    def below(self, cap: float, fill: float = 0.0) -> Solution | None:
+    def below(self, cap: float, fill: float = 0.0, most: float = np.inf) -> Solution | None:
         """A solution whose bottleneck is at most ``cap``, None if there is none; with ``fill``, the one that fills and
-        drains fastest."""
+        drains fastest, in less than ``most`` seconds."""
+        rest = self._rest(cap, fill) if fill and self.ordered else np.zeros((1, 1))
         while True:
             table = np.empty((self._keys, self._room, 4), np.int32)
             sums, counts = np.empty((self._keys, self._room)), np.empty(self._keys, np.int32)
             end = np.zeros(3, np.int32)
             found = compiled("search").reach(
-                *self.shared, cap, fill, self.ordered, self._relays, self._floor, table, sums, counts, end
+                *self.shared, cap, fill, most, self.ordered, self._relays, self._floor, rest, table, sums, counts, end
             )
             if found >= 0:
                 break
             self._room *= 4
         return self._follow(table, end) if found else None
+
+    def _rest(self, cap: float, fill: float) -> F64:
+        """Lower bound of the seconds in which layers 0..i-1 fill and drain on the devices before each one (N, L+1), if none
+        of these takes longer than ``cap`` for a micro-batch: the fastest take as much as they can."""
+        seconds = self.problem.layer_seconds
+        each = np.maximum(clipped(seconds).mean(axis=0), 1e-300)
+        paces = np.maximum((seconds / each).min(axis=1), 1e-300)  # least seconds of a device for each second of that
+        cap *= 1 + _NEXT  # sums differ in their last digits
+        rest = np.full((len(seconds), len(each) + 1), np.inf)
+        rest[:, 0] = 0.0
+        for first in range(1, len(rest)):
+            done = np.concatenate([[0.0], (cap / np.sort(paces[:first])).cumsum()])
+            rest[first] = np.interp(prefix_sums(each), done, cap * np.arange(first + 1.0), right=np.inf)
+        return fill * rest * (1 - 2 * _NEXT)
 
     def _follow(self, table: npt.NDArray[np.int32], end: npt.NDArray[np.int32]) -> Solution:
         """The solution that ends at the point ``end`` (its key, its place and its device), read back from the table."""

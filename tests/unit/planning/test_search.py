@@ -99,9 +99,9 @@ def test_a_synchronous_search_begins_near_its_end(monkeypatch: pytest.MonkeyPatc
     caps: list[float] = []
     below = search._Exact.below
 
-    def counted(find: search._Exact, cap: float, fill: float = 0.0) -> Solution | None:
+    def counted(find: search._Exact, cap: float, fill: float = 0.0, most: float = np.inf) -> Solution | None:
         caps.extend([cap] if fill else [])
-        return below(find, cap, fill)
+        return below(find, cap, fill, most)
 
     problem = replace(
         random_problem(np.random.default_rng(11), 4, 40, 3), fill=1.0, micro_batches=8.0, capacity=np.ones(4) * 1e9
@@ -115,7 +115,12 @@ def test_a_long_synchronous_search_ends_near_the_shortest_step(monkeypatch: pyte
     """It tried one bottleneck after the other, each a billionth lower: minutes for 24 devices, 200 layers and all codecs."""
     rng = np.random.default_rng(5)
     below, sweeps = search._Exact.below, []
-    monkeypatch.setattr(search._Exact, "below", lambda find, cap, fill=0.0: (sweeps.append(fill), below(find, cap, fill))[1])
+
+    def counted(find: search._Exact, cap: float, fill: float = 0.0, most: float = np.inf) -> Solution | None:
+        sweeps.append(fill)
+        return below(find, cap, fill, most)
+
+    monkeypatch.setattr(search._Exact, "below", counted)
     for _ in range(20):
         free = {"capacity": np.ones(5) * 1e9, "extra_seconds": None, "uncuttable": frozenset()}
         problem = replace(random_problem(rng, 5, 60, 3), fill=1.0, micro_batches=20.0, **free)
