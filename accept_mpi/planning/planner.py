@@ -22,6 +22,7 @@ from accept_mpi.planning.balance import balance
 from accept_mpi.planning.codec_choice import LINK_SHARE
 from accept_mpi.planning.estimate import Estimate, estimate, fits, roughly
 from accept_mpi.planning.formulation import NEVER, problem_of, stage_counts
+from accept_mpi.planning.front_loaded import front_loaded
 from accept_mpi.planning.groups import hybrid_plans
 from accept_mpi.planning.job_plan import open_plan
 from accept_mpi.planning.problem import NoPlan, Problem, Solution, cost
@@ -69,8 +70,8 @@ def plans_for(cluster: ClusterProfile, job: Job, held: Layers = ()) -> tuple[Est
     """The plan that trains fastest, and the one with even cuts, whether that fits or not; ``held`` as in ``plan_for``.
 
     Stages compute forwards again where the job says so, or where memory keeps the fastest plan from being taken and this is
-    faster than another. With ``transfer_slack`` "auto" they have fewer micro-batches in flight for the same reason, and in
-    ``1f1b-async`` also where a step takes hardly longer. Raises UserError if no plan fits."""
+    faster than another. With ``transfer_slack`` "auto" they have fewer micro-batches in flight for the same reason, or where
+    that is faster; in ``1f1b-async`` also where a step takes hardly longer. Raises UserError if no plan fits."""
     pipeline = job.pipeline
     jobs = [job]
     if pipeline.transfer_slack == "auto" and pipeline.schedule != "gpipe":  # which has all of a step in flight
@@ -114,16 +115,17 @@ def _with_slack(job: Job, slack: int) -> Job:
 
 
 def _newer(cluster: ClusterProfile, jobs: Sequence[Job], found: tuple[Estimate, Estimate]) -> tuple[Estimate, Estimate]:
-    """What was found, in ``1f1b-async`` with the least slack of ``jobs`` with which a step takes at most ``_SPARED`` times
-    as long: the fewer micro-batches are in flight, the newer the weights that they compute with."""
+    """What was found, with the slack of ``jobs`` with which a step takes least; in ``1f1b-async`` with the least slack with
+    which it takes at most ``_SPARED`` times as long: the fewer micro-batches are in flight, the newer the weights that they
+    compute with."""
     best, even = found
-    for job in reversed(jobs) if jobs[0].pipeline.schedule == "1f1b-async" else ():
-        if job.pipeline.slack >= best.plan.slack:
-            break
-        fewer = estimate(cluster, job, msgspec.structs.replace(best.plan, slack=job.pipeline.slack))
-        if fewer.expected <= _SPARED * best.expected:
-            return fewer, even
-    return found
+    fewer = [job for job in jobs if job.pipeline.slack < best.plan.slack]
+    with_less = [estimate(cluster, job, msgspec.structs.replace(best.plan, slack=job.pipeline.slack)) for job in fewer]
+    if jobs[0].pipeline.schedule == "1f1b-async":
+        return next((one for one in reversed(with_less) if one.expected <= _SPARED * best.expected), best), even
+    if jobs[0].pipeline.schedule == "1f1b-delayed":
+        return found
+    return min([best, *with_less], key=lambda one: one.expected), even
 
 
 def _fastest(
@@ -232,6 +234,8 @@ def _searched(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate
         if problem.devices <= problem.layers - len(problem.uncuttable):
             candidates.append(_even_solution(problem))
         candidates += _alone(problem)
+        if problem.fill and job.pipeline.schedule != "gpipe":  # there all wait for the last one
+            candidates += front_loaded(problem)
         possible |= _possible(problem, [one for one in candidates if len(one.devices) <= most], cluster, job)
     evenly = even_plan(cluster, job)
     even = next((found for found in possible.values() if found.plan == evenly), None) or estimate(cluster, job, evenly)
