@@ -69,7 +69,8 @@ def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) 
     if found.plan.slack < job.pipeline.slack:
         needed = memory_of(cluster, job, msgspec.structs.replace(found.plan, slack=job.pipeline.slack))
         roomy = fits(cluster, msgspec.structs.replace(found, memory=needed))
-        why = "so weights are newer" if roomy and job.pipeline.schedule == "1f1b-async" else "to save memory"
+        gain = "so weights are newer" if job.pipeline.schedule == "1f1b-async" else "which is faster here"
+        why = gain if roomy else "to save memory"
         lines.append(f"stages have few micro-batches in flight (transfer_slack {found.plan.slack}), {why}")
     lines += weights_age(found.plan, job)
     if found.plan.gradients:

@@ -51,6 +51,8 @@ def test_asynchronously_too_memory_may_be_the_reason() -> None:
     short = fat(cluster(1, 1, 1, rate=1e5), 1.01 * max(found.memory))
     for fleet, why in ((roomy, "so weights are newer"), (short, "to save memory")):
         assert any(line.endswith(f"(transfer_slack 1), {why}") for line in verdict(fleet, job(*keys), found, found))
+    synchronous = verdict(roomy, job(SYNCHRONOUS, KEPT), found, found)
+    assert any(line.endswith("(transfer_slack 1), which is faster here") for line in synchronous)
 
 
 def test_less_slack_is_tried_before_giving_up() -> None:
