@@ -81,7 +81,7 @@ def estimate(cluster: ClusterProfile, job: Job, plan: Plan) -> Estimate:
 def roughly(cluster: ClusterProfile, job: Job, plan: Plan) -> float:
     """``Estimate.expected`` with codecs that are chosen one by one, for a hundredth of the work; infinite for a plan that
     does not fit."""
-    if not _holds(cluster, plan, memory_of(cluster, job, plan)):
+    if not _have_room(cluster, plan, memory_of(cluster, job, plan)):
         return math.inf
     forecast = forecast_of(cluster, job, plan)
     loaded = forecast.with_links(LINK_SHARE)
@@ -108,10 +108,10 @@ def least_seconds(cluster: ClusterProfile, job: Job) -> float:
 
 def fits(cluster: ClusterProfile, found: Estimate) -> bool:
     """True if every device has the memory that its part of the plan needs."""
-    return _holds(cluster, found.plan, found.memory)
+    return _have_room(cluster, found.plan, found.memory)
 
 
-def _holds(cluster: ClusterProfile, plan: Plan, memory: Sequence[float]) -> bool:
+def _have_room(cluster: ClusterProfile, plan: Plan, memory: Sequence[float]) -> bool:
     """True if every device has so much ``memory`` (``Estimate.memory``)."""
     rooms = [cluster.devices[rank].memory for _, rank in plan.holders]
     return all(need <= room for need, room in zip(memory, rooms, strict=True))

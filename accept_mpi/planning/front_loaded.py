@@ -8,7 +8,8 @@ the others that it may have in flight, w with the first, in f seconds each (ours
     T = max over k of M c + P + max(0, Q - (w - 1) f)
 
 So the first stage, with P = 0 and most micro-batches in flight, can take longest, and the fastest devices do best in front.
-The search (``planning.search``) adds up what all stages take instead, which is right for stages that are equally long.
+The search (``planning.search``) adds up what all stages take instead, which is right for stages that are equally long. In
+zero-bubble, where weight gradients fill gaps, a third of P counts (``Problem.fill``).
 """
 
 import itertools
@@ -26,7 +27,7 @@ _CLOSE = 1e-3  # relative distance of the bounds at which the bisection ends
 
 
 def front_loaded(problem: Problem) -> list[Solution]:
-    """Plans of the shortest steps T, the shortest first. Links are not looked at, nor is memory."""
+    """A few plans of short steps T, the shortest first. Links are not looked at, nor is memory."""
     before = prefix_sums(problem.layer_seconds)
     found: list[tuple[float, Solution]] = []
     for order in _orders(problem):
