@@ -45,6 +45,7 @@ _SLOW = 1 / 4
 """Devices below this share of the mean speed finish few timing rounds, so their times are the least reliable."""
 _SPARED = 1.02
 """Such devices are left idle, and ``1f1b-async`` keeps weights newer, if a step is at most this factor longer then."""
+_FRONTS = 3  # plans with longer first stages for which codecs are chosen
 _TRIED = 720  # orders of devices that are all tried; with more, devices are exchanged one by one
 _STATES = 3.0  # most tensors per parameter that move with a layer: the weight and two moments of the optimizer
 
@@ -235,7 +236,8 @@ def _searched(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate
             candidates.append(_even_solution(problem))
         candidates += _alone(problem)
         if problem.fill and job.pipeline.schedule != "gpipe":  # there all wait for the last one
-            candidates += front_loaded(problem)
+            fronts = [one for one in front_loaded(problem) if _holds(problem, one)]
+            candidates += sorted(fronts, key=lambda one: roughly(cluster, job, _as_plan(one, job)))[:_FRONTS]
         possible |= _possible(problem, [one for one in candidates if len(one.devices) <= most], cluster, job)
     evenly = even_plan(cluster, job)
     even = next((found for found in possible.values() if found.plan == evenly), None) or estimate(cluster, job, evenly)
