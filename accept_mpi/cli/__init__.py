@@ -196,6 +196,7 @@ def _report(given: argparse.Namespace) -> int:
 def _doctor(given: argparse.Namespace) -> int:
     from accept_mpi.cli.doctor import main
 
+    outlive_terminal(full=False)
     return main(given)
 
 

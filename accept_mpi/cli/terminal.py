@@ -13,23 +13,30 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class _Raw(io.FileIO):
-    """A file that drops what it cannot write."""
+    """A file that drops what it cannot write, or, ``telling``, what its disk has no room for is still an error."""
+
+    telling = False
 
     def write(self, data: "io.ReadableBuffer") -> int | None:  # type: ignore[override, name-defined]
         try:
             return super().write(data)
-        except OSError:
+        except OSError as error:
+            if self.telling and error.errno in _FULL:
+                raise
             return memoryview(data).nbytes
 
 
-def outlive_terminal() -> None:
-    """Make writes to standard output and error succeed even if nobody reads them any more, or their disk is full."""
+def outlive_terminal(full: bool = True) -> None:
+    """Make writes to standard output and error succeed even if nobody reads them any more, or, if ``full``, their disk is
+    full."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__") or not isinstance(stream, io.TextIOWrapper):
             continue  # replaced by someone else, such as pytest
         stream.flush()
-        steady = io.BufferedWriter(_Raw(stream.fileno(), "w", closefd=False))
+        raw = _Raw(stream.fileno(), "w", closefd=False)
+        raw.telling = not full
+        steady = io.BufferedWriter(raw)
         # Standard error is line-buffered, as Python's own is.
         lines = stream.line_buffering or name == "stderr"
         setattr(sys, name, io.TextIOWrapper(steady, stream.encoding, stream.errors, line_buffering=lines))

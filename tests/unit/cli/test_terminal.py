@@ -48,6 +48,18 @@ def test_a_result_that_a_full_disk_refuses(words: str) -> None:
     assert (done.returncode, done.stderr) == (2, "accept_mpi: cannot write the output: No space left on device\n")
 
 
+def test_doctor_whose_reader_leaves() -> None:
+    """As in "doctor | head": the links are measured, and there was a traceback."""
+    source, target = os.pipe()
+    os.close(source)
+    command = [sys.executable, "-m", "accept_mpi", "doctor"]
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=target, stderr=subprocess.PIPE, text=True, timeout=HANGS, env=environment()
+    )
+    os.close(target)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_mistake_that_cannot_be_told(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accept_mpi", "report", str(tmp_path / "no.h5")]
     with open("/dev/full", "w") as full:
