@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wait_briefly()
     given = _parser().parse_args(arguments)
     try:
+        _check_directory()
         with printing():
             code: int = given.command(given)
             sys.stdout.flush()
@@ -48,6 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return code
+
+
+def _check_directory() -> None:
+    """Raise UserError if the current directory is gone: torch's libraries then end the process without saying why."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(f"the current directory: {error.strerror}; it has been removed, so change to another one") from None
 
 
 def _prepare_streams() -> None:

@@ -154,3 +154,15 @@ def test_who_has_seen_enough_is_no_error(words: tuple[str, ...]) -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_directory_that_is_gone(tmp_path: Path) -> None:
+    """torch's libraries end the process there, with "cannot load libtorch_cpu.so" at most."""
+    (tmp_path / "gone").mkdir()
+    script = 'rmdir "$PWD"; exec "$0" -m accept_mpi plan job.toml --fleet fleet.toml'
+    done = subprocess.run(
+        ["sh", "-c", script, sys.executable], cwd=tmp_path / "gone", capture_output=True, text=True, timeout=HANGS,
+        env=environment(),
+    )  # fmt: skip
+    said = "accept_mpi: the current directory: No such file or directory; it has been removed, so change to another one\n"
+    assert (done.returncode, done.stderr) == (2, said)
