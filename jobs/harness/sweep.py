@@ -101,15 +101,15 @@ def run(path: Path, flags: list[str]) -> int:
     """Run the points without results, then write table and plot; returns the number of points that failed."""
     sweep, failed = read(path), 0
     out = Path(sweep.output)
+    everything, rows = points(sweep), []
+    folders = [out / re.sub(r"[^\w.]+", "-", "-".join(label(point[name]) for name in sweep.axes)) for point in everything]
+    overrides = [_settings(point, where) for point, where in zip(everything, folders, strict=True)]
+    text = read_text(path.parent / sweep.job)
+    jobs = [parse(text, sweep.job, settings) for settings in overrides]  # all, before the first run
     store = Store(out / "results.h5")
     out.mkdir(parents=True, exist_ok=True)
     flags = as_launch(flags, out)
-    everything, rows = points(sweep), []
-    for number, point in enumerate(everything, 1):
-        where = out / re.sub(r"[^\w.]+", "-", "-".join(label(point[name]) for name in sweep.axes))
-        changed = {key: value for overrides in point.values() for key, value in overrides.items() if key != _LABEL}
-        settings = [f"{key}={_toml(value)}" for key, value in (changed | {"output.directory": str(where)}).items()]
-        job = parse(read_text(path.parent / sweep.job), sweep.job, tuple(settings))
+    for number, (point, where, settings, job) in enumerate(zip(everything, folders, overrides, jobs, strict=True), 1):
         known = {"job": _identity(job), "ranks": sweep.ranks} | point
         found = store.get(known) or result(where / "log.h5", job, sweep.ranks)
         if found is None:
@@ -122,10 +122,16 @@ def run(path: Path, flags: list[str]) -> int:
             store.add(known, found)
         rows.append(point | found)
     if rows:
-        (out / "table.md").write_text(text := summary(sweep, rows))
+        (out / "table.md").write_text(shown := summary(sweep, rows))
         draw(sweep, rows, out / "plot.png")
-        print(f"{text}\n{out / 'results.h5'}, {out / 'table.md'}, {out / 'plot.png'}")
+        print(f"{shown}\n{out / 'results.h5'}, {out / 'table.md'}, {out / 'plot.png'}")
     return failed
+
+
+def _settings(point: dict[str, dict[str, Any]], where: Path) -> list[str]:
+    """Overrides of the job file for a point whose run writes to ``where``."""
+    changed = {key: value for overrides in point.values() for key, value in overrides.items() if key != _LABEL}
+    return [f"{key}={_toml(value)}" for key, value in (changed | {"output.directory": str(where)}).items()]
 
 
 def _train(sweep: Sweep, path: Path, settings: list[str], flags: list[str], log: Path, job: Job) -> dict[str, Any] | None:

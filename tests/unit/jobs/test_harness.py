@@ -164,6 +164,22 @@ def test_what_ranks_answer_becomes_one_result() -> None:
     assert combined("alone", layers)["layer_seconds"] == [[1.0, 2.0], [3.0, 4.0]]
 
 
+def test_a_mistake_in_a_sweeps_last_place_is_told_before_the_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hours of runs came first."""
+    job = 'model.name = "cnn"\ndata.name = "digits"\ntrain.steps = 1\noutput.directory = "x"\n'
+    (tmp_path / "job.toml").write_text(job)
+    out = tmp_path / "out"
+    (tmp_path / "sweep.toml").write_text(f'job = "job.toml"\noutput = "{out}"\n[axes.rate]\n"train.lr" = [0.1, -0.1]\n')
+    ran: list[object] = []
+    monkeypatch.setattr(sweep, "_train", lambda *given: ran.append(given))
+    with pytest.raises(UserError, match=r"train.lr: expected a number > 0"):
+        sweep.run(tmp_path / "sweep.toml", [])
+    assert not ran
+    assert not out.exists()
+
+
 def test_places_of_a_sweep() -> None:
     """They may have names, and values may be tables of the job file."""
     optimizer = {"name": "nadam", "betas": [0.9, 0.99], "decay_vectors": False}
