@@ -36,20 +36,21 @@ _MARKS = {
 """Byte order marks of files that are not in UTF-8."""
 
 
-def read_text(path: Path) -> str:
-    """Text of a job file in UTF-8, with or without a byte order mark. Raises UserError with one sentence."""
+def read_text(path: Path, what: str = "job file") -> str:
+    """Text of a job file in UTF-8, with or without a byte order mark, or of another file (``what``) that is read like one.
+    Raises UserError with one sentence."""
     try:
         data = read_regular(path, _MOST_BYTES)
     except OSError as error:
-        raise UserError(f"{path}: cannot read the job file: {error.strerror}") from error
+        raise UserError(f"{path}: cannot read the {what}: {error.strerror}") from error
     for encoding, marks in _MARKS.items():
         if data.startswith(marks):
-            raise UserError(f"{path}: cannot read the job file: it is {encoding}; save it as UTF-8")
+            raise UserError(f"{path}: cannot read the {what}: it is {encoding}; save it as UTF-8")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         wrong = f"byte {error.start} (0x{data[error.start]:02x}) is not UTF-8"
-        raise UserError(f"{path}: cannot read the job file: {wrong}; save it as UTF-8") from error
+        raise UserError(f"{path}: cannot read the {what}: {wrong}; save it as UTF-8") from error
 
 
 def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:

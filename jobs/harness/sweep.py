@@ -27,7 +27,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,8 @@ import msgspec
 import numpy as np
 
 from accept_mpi.errors import UserError
-from accept_mpi.job import Job
+from accept_mpi.files.values import check_values, loads
+from accept_mpi.job import Count, Job
 from accept_mpi.job_file import parse, read_text
 from accept_mpi.launch import mpirun
 from accept_mpi.launch.host_file import read_hosts
@@ -55,7 +55,7 @@ class Sweep(msgspec.Struct, forbid_unknown_fields=True):
     job: str
     output: str
     axes: dict[str, dict[str, list[Any]]]
-    ranks: int = 4
+    ranks: Count = 4
     metric: str = "accuracy"
     repeat: str | None = None
     title: str | None = None
@@ -64,10 +64,10 @@ class Sweep(msgspec.Struct, forbid_unknown_fields=True):
 def read(path: Path) -> Sweep:
     """Read a sweep's file. Raises UserError if it is not valid."""
     try:
-        sweep = msgspec.convert(tomllib.loads(path.read_text()), Sweep)
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the sweep: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        content = loads(read_text(path, "sweep"))
+        check_values(content, str(path))
+        sweep = msgspec.convert(content, Sweep)
+    except ValueError as error:  # of msgspec, too
         raise UserError(f"{path}: {error}") from error
     if sweep.metric not in METRICS:
         raise UserError(f'{path}: metric = "{sweep.metric}": expected one of {", ".join(METRICS)}')
@@ -107,7 +107,10 @@ def run(path: Path, flags: list[str]) -> int:
     text = read_text(path.parent / sweep.job)
     jobs = [parse(text, sweep.job, settings) for settings in overrides]  # all, before the first run
     store = Store(out / "results.h5")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: output: cannot write to {out}: {error.strerror}") from error
     flags = as_launch(flags, out)
     for number, (point, where, settings, job) in enumerate(zip(everything, folders, overrides, jobs, strict=True), 1):
         known = {"job": _identity(job), "ranks": sweep.ranks} | point

@@ -192,6 +192,37 @@ def test_places_of_a_sweep() -> None:
     assert (chosen.name, chosen.betas, chosen.decay_vectors) == ("nadam", (0.9, 0.99), False)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'job = "\xff"', "byte 7 (0xff) is not UTF-8; save it as UTF-8"),
+        ("job = 1".encode("utf-16"), "it is UTF-16"),
+        (b'job = "j"\noutput = "o"\nranks = 0\n[axes.a]\n"train.lr" = [1]', "`int` >= 1 - at `$.ranks`"),
+        (b'job = "j"\noutput = "o"\n[axes.a]\n"train.lr" = [nan]', "expected a finite number, got nan"),
+        (b'job = "j"\noutput = "o"\n[axes.a]\n"train.x" = [2026-01-01]', "2026"),
+    ],
+)
+def test_a_sweeps_file_is_read_as_a_jobs_is(tmp_path: Path, content: bytes, message: str) -> None:
+    """There were tracebacks, and no ranks were as many as mpirun found cores."""
+    path = tmp_path / "sweep.toml"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        sweep.read(path)
+    assert str(error.value).startswith(str(path))
+    assert message in str(error.value)
+
+
+def test_a_sweep_with_a_byte_order_mark_or_no_end(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.toml"
+    path.write_bytes(b'\xef\xbb\xbfjob = "j"\noutput = "/dev/null/x"\n[axes.a]\n"train.lr" = [1]\n')
+    assert sweep.read(path).job == "j"
+    with pytest.raises(UserError, match="/dev/zero: cannot read the sweep: it is a device"):
+        sweep.read(Path("/dev/zero"))
+    (tmp_path / "j").write_text('model.name = "cnn"\ndata.name = "digits"\ntrain.steps = 1\noutput.directory = "x"\n')
+    with pytest.raises(UserError, match="output: cannot write to /dev/null/x: Not a directory"):
+        sweep.run(path, [])
+
+
 def test_places_of_one_name_are_refused(tmp_path: Path) -> None:
     """The table had the mean of both, as if they were runs of one."""
     path = tmp_path / "sweep.toml"
