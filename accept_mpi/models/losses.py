@@ -123,7 +123,9 @@ class Loss:
             if self._main or ((setting_up or self.on_trial) and (isinstance(error, _Unfit) or does_not_fit(error))):
                 took = f"outputs {tree.describe(output)} and targets {tree.describe(target)}"
                 reason = str(error) if isinstance(error, _Unfit) else in_words(error)
-                wants = _WANTS if self.function is cross_entropy or isinstance(self.function, CrossEntropy) else ""
+                wants = ""
+                if self.function is cross_entropy or isinstance(self.function, CrossEntropy):
+                    wants = _WANTS_SECOND if _along_second(output, target) else _WANTS
                 raise UserError(f'train.loss: "{self.name}" cannot take {took}{wants}: {reason}') from error
             if isinstance(error, _Unfit):
                 raise UserError(f'train.loss: "{self.name}": {error}') from error
@@ -317,6 +319,13 @@ def mse(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> 
     return F.mse_loss(output, target, reduction=reduction)
 
 
+def _along_second(output: Any, target: Any) -> bool:
+    """True if the scores of classes seem to lie along dimension 1, as a convolution gives them for each pixel."""
+    if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
+        return False
+    return output.dim() > 2 and (output.shape[0], *output.shape[2:]) == target.shape
+
+
 class _Unfit(ValueError):
     """A loss returned neither a mean nor (sum, count)."""
 
@@ -408,3 +417,4 @@ _KNOWN: dict[Any, tuple[Callable[[torch.Tensor], float] | None, bool]] = {
 """Known losses: the function that counts a target (None if unknown), and True if the loss uses a model's scores alone."""
 _LOSSES: dict[str, Callable[..., torch.Tensor]] = {"cross_entropy": cross_entropy, "mse": mse}
 _WANTS = "; it wants scores (..., n) and int64 classes (...) from 0 to n - 1"
+_WANTS_SECOND = f'{_WANTS}, and "torch.nn:CrossEntropyLoss" takes scores (samples, n, ...)'

@@ -102,7 +102,7 @@ def run(path: Path, flags: list[str]) -> int:
     sweep, failed = read(path), 0
     out = Path(sweep.output)
     everything, rows = points(sweep), []
-    folders = [out / re.sub(r"[^\w.]+", "-", "-".join(label(point[name]) for name in sweep.axes)) for point in everything]
+    folders = _folders(sweep, everything)
     overrides = [_settings(point, where) for point, where in zip(everything, folders, strict=True)]
     text = read_text(path.parent / sweep.job)
     jobs = [parse(text, sweep.job, settings) for settings in overrides]  # all, before the first run
@@ -129,6 +129,16 @@ def run(path: Path, flags: list[str]) -> int:
         draw(sweep, rows, out / "plot.png")
         print(f"{shown}\n{out / 'results.h5'}, {out / 'table.md'}, {out / 'plot.png'}")
     return failed
+
+
+def _folders(sweep: Sweep, everything: list[dict[str, dict[str, Any]]]) -> list[Path]:
+    """A folder for each point's run, called as its labels; where these differ in punctuation alone, with a number."""
+    names: list[str] = []
+    for point in everything:
+        plain = re.sub(r"[^\w.]+", "-", "-".join(label(point[name]) for name in sweep.axes))
+        same = (plain if n == 1 else f"{plain}-{n}" for n in itertools.count(1))
+        names.append(next(name for name in same if name not in names))
+    return [Path(sweep.output) / name for name in names]
 
 
 def _settings(point: dict[str, dict[str, Any]], where: Path) -> list[str]:

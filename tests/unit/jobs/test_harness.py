@@ -180,6 +180,14 @@ def test_a_mistake_in_a_sweeps_last_place_is_told_before_the_first_run(
     assert not out.exists()
 
 
+def test_runs_whose_labels_differ_in_punctuation_have_folders_of_their_own(tmp_path: Path) -> None:
+    """[[0, 1], 2] and [0, [1, 2]] shared one, and the later run took it over."""
+    axes = {"a": {"pipeline.ranks": [[[0, 1], 2], [0, [1, 2]], [0, 1, 2]], "label": ["0-2", "0 2", "0/2"]}}
+    found = sweep.Sweep("job.toml", str(tmp_path), axes)
+    folders = sweep._folders(found, sweep.points(found))
+    assert [folder.relative_to(tmp_path).as_posix() for folder in folders] == ["0-2", "0-2-2", "0-2-3"]
+
+
 def test_places_of_a_sweep() -> None:
     """They may have names, and values may be tables of the job file."""
     optimizer = {"name": "nadam", "betas": [0.9, 0.99], "decay_vectors": False}

@@ -377,6 +377,16 @@ def test_targets_that_a_loss_cannot_take(name: str, target: torch.Tensor, messag
         find_loss(name)(torch.zeros(3, 3), target, 3, setting_up=True)
 
 
+def test_scores_for_each_pixel_have_a_loss_that_takes_them() -> None:
+    """Its name was not to be found in the sentence that refused them."""
+    output, target = torch.zeros(2, 3, 4, 5), torch.zeros(2, 4, 5, dtype=torch.int64)
+    with pytest.raises(
+        UserError, match=r'int64 classes .*, and "torch.nn:CrossEntropyLoss" takes scores \(samples, n, ...\)'
+    ):
+        find_loss("cross_entropy")(output, target, 2, setting_up=True)
+    assert find_loss("torch.nn:CrossEntropyLoss")(output, target, 2, setting_up=True).value > 0
+
+
 def test_a_loss_without_a_gradient_is_refused() -> None:
     """Unless nothing is trained, nothing counts, or it is an evaluation."""
 
