@@ -79,9 +79,9 @@ class GroupProblems:
     def __init__(
         self, cluster: ClusterProfile, job: Job, problems: Sequence[Problem], sums: str, edges: Sequence[int] | None = None
     ) -> None:
-        """``problems``: those of the devices alone, with links of several ``loads``; ``sums``: how gradients are summed;
+        """``problems``: those of the devices alone, one for each load of the links; ``sums``: how gradients are summed;
         ``edges``: where stages may begin and end; None: anywhere."""
-        self.cluster, self.job, self._sums = cluster, job, sums
+        self._cluster, self._job, self._sums = cluster, job, sums
         layers = cluster.outline.layers
         at = np.arange(len(layers) + 1) if edges is None else np.array(edges)
         self._problems = [problem if edges is None else problem.coarse(edges) for problem in problems]
@@ -112,7 +112,7 @@ class GroupProblems:
 
     def plan(self, division: Division, solution: Solution) -> Plan:
         """The plan of a solution, with each device's pace in its group."""
-        job = self.job
+        job = self._job
         groups = [division[v] for v in solution.devices]
         plan = open_plan(job, solution.edges[-1], solution.edges[1:-1], groups)
         stages = [
@@ -151,7 +151,7 @@ class GroupProblems:
         # What computing takes is the same in all problems.
         problem, members = self._problems[0], list(group)
         never = self._alone | (problem.layer_seconds[members] >= NEVER).any(axis=0)  # what one must not get, no group gets
-        never |= any(self.cluster.devices[n].alone for n in members)
+        never |= any(self._cluster.devices[n].alone for n in members)
         each = np.where(never, NEVER, problem.layer_seconds[members])
         seconds = np.where(never, NEVER, 1 / (1 / np.maximum(each, 1e-15)).sum(axis=0))
         gradients = np.maximum(self._gradients[None, :] - self._gradients[:, None], 0.0)
@@ -181,7 +181,7 @@ class GroupProblems:
         own = count / len(members)  # micro-batches of each member, roughly
         sent = sent_for_sum(self._on_wire(gradients), len(members), own, exact)
         how = sent, 1.0 if exact else 1 / own, gradient_codec(self._sums)
-        runs = runs + np.array([sum_handling(self.cluster.devices[m], gradients, *how) for m in members])
+        runs = runs + np.array([sum_handling(self._cluster.devices[m], gradients, *how) for m in members])
         dealt = min(count, _MOST_DEALT)
         ends = np.zeros_like(runs)
         upper = np.triu_indices(runs.shape[1], 1)
@@ -207,10 +207,10 @@ class GroupProblems:
         parts = self._on_wire(gradients) * (len(members) - 1) / len(members)
         summing = 2 * parts / min(*pairs, float(links.min()))
         # Where a sum is not waited for, each member takes one more micro-batch meanwhile; else it may begin in B.
-        kind, last = self.job.pipeline.schedule, np.arange(len(self._gradients)) == len(self._gradients) - 1
+        kind, last = self._job.pipeline.schedule, np.arange(len(self._gradients)) == len(self._gradients) - 1
         waits, early = (np.where(last, says(kind, True), says(kind, False)) for says in (waits_for_sum, early_sums))
         meanwhile = np.minimum(dealt.runs.max(axis=0), dealt.ends.max(axis=0))
-        shares_core = any(self.cluster.devices[m].shared for m in members)
+        shares_core = any(self._cluster.devices[m].shared for m in members)
         at_once = np.where(early, self._after_backward(summing, dealt.runs, count * whole, shares_core), summing)
         summing = np.where(waits, at_once, np.maximum(0.0, summing - meanwhile))
         taken = dealt.ends / np.maximum(dealt.runs, 1e-15) * count / dealt.dealt
