@@ -4,6 +4,7 @@ import base64
 import html
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def write_report(log: Path, out: Path | None = None) -> list[Path]:
                 (folder / name).unlink(missing_ok=True)
         written.append(_beside(folder / "report.html", lambda p: p.write_text(page, "utf-8", "backslashreplace")))
     except OSError as error:
-        why = "it is not a directory" if folder.exists() and not folder.is_dir() else error.strerror or error
+        why = "it is not a directory" if os.path.lexists(folder) and not os.path.isdir(folder) else error.strerror or error
         raise UserError(f"{folder}: cannot write the report: {why}") from error
     return written
 

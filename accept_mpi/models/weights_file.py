@@ -101,10 +101,14 @@ class WeightsFile:
 
     def _files(self) -> dict[str, Path]:
         path = self.path
-        if path.is_dir():
+        try:
+            folder = path.is_dir()
+        except OSError as error:
+            raise UserError(f"model.weights: {path} cannot be read: {error.strerror}") from error
+        if folder:
             found = sorted(path.glob(f"*{_INDEX}")) or sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
             if len(found) != 1:
-                ours = any((path / own).exists() for own in _OURS)
+                ours = any(os.path.lexists(path / own) for own in _OURS)
                 way = "it is of a run of this program: `export` makes a file of it" if ours else "name one"
                 raise UserError(f"model.weights: {path} holds {len(found)} files of weights; {way}")
             path = found[0]

@@ -163,7 +163,7 @@ def _change(path: Path, change: Callable[[Any], None]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path = Path(os.path.realpath(path))  # a link stays one
-        if path.exists() and not is_regular(path):
+        if os.path.exists(path) and not is_regular(path):
             raise OSError(errno.EINVAL, "something else than a file has this name")
         with _locked(path):
             temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -225,7 +225,7 @@ def observe(path: Path, outline: Outline, runs: dict[str, list[TimedRange]]) -> 
                 del device["observed"]
                 device["observed"] = np.concatenate([before, np.array(rows, float).reshape(-1, 4)])[-_MOST_OBSERVED:]
 
-    if path.exists():
+    if os.path.exists(path):
         _change(path, add)
 
 
@@ -289,9 +289,9 @@ def _write(group: Any, facts: dict[str, Any], times: LayerTimes) -> None:
 def _opened(path: Path) -> Iterator[Any]:
     """Open the database for reading; None if there is none. A file that is not a valid database is set aside."""
     file = None
-    if path.exists() and not is_regular(path):
+    if os.path.exists(path) and not is_regular(path):
         log.warning("%s is no file, so there is no latency database", path)
-    elif path.exists():
+    elif os.path.exists(path):
         try:
             file = open_file(path)
             if text_in(file, "format") != FORMAT or number_in(file, "version") != VERSION:

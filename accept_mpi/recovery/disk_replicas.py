@@ -67,7 +67,7 @@ class DiskReplicas:
         """
         self._forget_old_runs()
         found: dict[int, Blobs] = {}
-        for left in self._directory.glob(".*"):  # left by a process that was killed while it wrote
+        for left in self._named(".*"):  # left by a process that was killed while it wrote
             with contextlib.suppress(OSError):
                 left.unlink()
         for path in self._kept() if self._attended() else []:
@@ -223,7 +223,13 @@ class DiskReplicas:
 
     def _kept(self) -> list[Path]:
         """Paths of the files with states, oldest step first."""
-        return sorted(path for path in self._directory.glob("*-*") if _STATES.fullmatch(path.name))
+        return [path for path in self._named("*-*") if _STATES.fullmatch(path.name)]
+
+    def _named(self, pattern: str) -> list[Path]:
+        """Paths in the directory; none if it cannot be looked into."""
+        with contextlib.suppress(OSError):
+            return sorted(self._directory.glob(pattern))
+        return []
 
     def _remove(self, first: int, end: int | None, spare: Callable[[Path], bool] = lambda path: False) -> None:
         for path in self._kept():

@@ -46,7 +46,7 @@ def read_job(runtime: Runtime, path: Path, overrides: Sequence[str]) -> Job:
     text = runtime.messenger.broadcast(mine, runtime.startup_seconds, "the job file")
 
     def check() -> Job:
-        if runtime.rank and path.is_file() and read_text(path) != text:
+        if runtime.rank and os.path.isfile(path) and read_text(path) != text:
             raise UserError(f"{path}: differs from rank 0's file of the same name on {runtime.hosts[0]['host']}")
         return parse(text, str(path), overrides)
 

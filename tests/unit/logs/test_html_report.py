@@ -354,6 +354,11 @@ def test_a_report_where_a_file_is(log: Path, tmp_path: Path, capsys: pytest.Capt
     assert "out: cannot write the report: it is not a directory\n" in capsys.readouterr().err
 
 
+def test_a_report_where_nothing_can_be(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(log), "--out", str(tmp_path / ("n" * 300) / "out")]) == 2
+    assert "out: cannot write the report: File name too long\n" in capsys.readouterr().err
+
+
 def test_report_of_a_run_that_lost_a_rank(tmp_path: Path) -> None:
     log = write_log(tmp_path, "lost rank 2 on host edge2 (stage 2, layers 4..5) in step 4; 2 ranks regrouped in 17 ms")
     assert main(["report", str(log), "--out", str(tmp_path / "page")]) == 0

@@ -49,6 +49,11 @@ def test_a_state_dict_under_a_name(tmp_path: Path) -> None:
         changed(f"model.weights={tmp_path}/w.pt")
 
 
+def test_a_folder_that_cannot_be_looked_into(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"w\.pt cannot be read: File name too long$"):
+        changed(f"model.weights={tmp_path}/{'n' * 300}/w.pt")
+
+
 def test_a_run_is_no_file_of_weights(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "other").mkdir()

@@ -170,6 +170,16 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: py
     assert "cannot be written" in caplog.text
 
 
+def test_a_folder_that_cannot_be_looked_into(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As another user's home directory, which is that of a process in a container or under sudo: a name that is too long
+    fails so for root, too."""
+    path = tmp_path / ("n" * 300) / "latency.h5"
+    assert recall(path, model(), [KEY]) == [None]
+    remember(path, model(), {KEY: (FACTS, times(0.5))})
+    observe(path, model(), {KEY: []})
+    assert caplog.text.count("cannot be written") == 1
+
+
 def test_what_stages_took_is_added(tmp_path: Path) -> None:
     """Beside what was probed, the newest hundred; nothing for a device that is not known."""
     path = tmp_path / "latency.h5"

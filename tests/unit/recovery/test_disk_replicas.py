@@ -55,6 +55,15 @@ def test_a_rank_that_writes_slowly_keeps_its_own(tmp_path: Path) -> None:
     assert not dead.exists()
 
 
+def test_a_folder_that_cannot_be_looked_into(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As another user's home directory; a name that is too long fails so for root, too."""
+    kept = start(tmp_path / ("n" * 300))
+    assert kept.read() == {}
+    written(kept, 5, l0=b"a")
+    kept.drop_after(1)
+    assert "replicas are not kept on this disk" in caplog.text
+
+
 def test_steps_that_are_made_anew_are_forgotten(tmp_path: Path) -> None:
     kept = start(tmp_path)
     kept.read()
