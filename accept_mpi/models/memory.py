@@ -61,6 +61,16 @@ def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().clone() if new is None else new for new, tensor in zip(found, tensors, strict=True)]
 
 
+def images_in(layer: nn.Module, memory_format: torch.memory_format) -> None:
+    """Convert a layer's parameters and buffers of four dimensions to a memory format. ``nn.Module.to`` would ask it of those
+    of five dimensions, too, such as a 3-D convolution's kernels, which cannot have it."""
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(memory_format=memory_format) if tensor.dim() == 4 else tensor
+
+    layer._apply(convert)
+
+
 def lay_out(layers: Sequence[nn.Module], memory_format: torch.memory_format) -> None:
     """Convert layers' parameters and buffers to a memory format, keeping shared memory shared. Raises UserError if that is
     impossible."""
@@ -76,7 +86,7 @@ def lay_out(layers: Sequence[nn.Module], memory_format: torch.memory_format) -> 
 
     before = [tensor.detach() for _, tensor in places()]
     for layer in layers:
-        layer.to(memory_format=memory_format)  # type: ignore[call-overload]
+        images_in(layer, memory_format)
     after = places()
     for together in common_memory(before):
         first, *others = together

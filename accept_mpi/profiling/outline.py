@@ -21,6 +21,7 @@ from accept_mpi.job import Job
 from accept_mpi.models.base import Chain
 from accept_mpi.models.common import Common, Seen, with_loss
 from accept_mpi.models.layers import calls_view, has_conv2d, in_channels_last
+from accept_mpi.models.memory import images_in
 from accept_mpi.models.shared import Shared
 from accept_mpi.models.untouched import untouched
 from accept_mpi.pipeline.common_memory import Cuts
@@ -224,7 +225,7 @@ class Outliner:
         else:
             module = (self._chain.abstract if self._abstract else self._chain.build)(index, self._seed)
         if self._channels_last:
-            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            images_in(module, torch.channels_last)
         return module
 
     def _forward(self, index: int, module: nn.Module, value: Any) -> tuple[Any, float, bool]:

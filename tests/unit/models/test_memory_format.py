@@ -13,6 +13,7 @@ from torch.nn import functional
 from accept_mpi.errors import UserError
 from accept_mpi.models.base import Chain
 from accept_mpi.models.layers import build_layers, calls_view
+from accept_mpi.models.memory import lay_out
 from accept_mpi.profiling.outline import outline
 
 
@@ -149,3 +150,29 @@ def test_a_chain_whose_code_calls_view_is_contiguous(flat: type[nn.Module]) -> N
     found = outline(chain, 0, (torch.randn(2, 3, 6, 6),))
     assert found.channels_last == (flat is nn.Flatten)
     assert build_layers(chain, 0, 3, 0).likes_channels_last == (True, flat is not nn.Flatten)
+
+
+class Frames(nn.Module):
+    """Images, and short films of them: kernels of four and of five dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.film = nn.Conv2d(3, 4, 3), nn.Conv3d(1, 2, 3)
+        self.table = nn.Parameter(torch.randn(1, 2, 1, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.film(self.image(x).unsqueeze(1)) * self.table).mean((2, 3, 4))
+
+
+def test_what_has_five_dimensions_stays_as_it_is() -> None:
+    """``nn.Module.to`` refuses to convert it, and channels_last is the default where there are 2-D convolutions."""
+    chain, x, plain = check_either_format(Frames)
+    assert outline(chain, 0, (x,)).channels_last
+    value: Any = x.contiguous(memory_format=torch.channels_last)
+    layers = build_layers(chain, 0, len(chain), 0).modules
+    lay_out(layers, torch.channels_last)
+    for layer in layers:
+        value = layer(value)
+    assert torch.allclose(value, plain, atol=1e-6)
+    (image,) = [one for layer in layers for one in layer.parameters() if one.dim() == 4]
+    assert image.is_contiguous(memory_format=torch.channels_last)
